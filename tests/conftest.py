@@ -1,0 +1,16 @@
+"""For every test: one thread a process, since many processes share few cores, and nothing fetched from a model hub."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# Before the first import of torch or transformers, which read them then; child processes inherit them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# No limit on a single example: this machine may be busy. Where a change is judged, the same examples each time.
+settings.register_profile("verl", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("verl")

@@ -1,0 +1,59 @@
+"""Where a setting was written, for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from verl.mesh.document import Node, read
+
+COMMAND_LINE = "command line"
+
+
+def shown(path: Path) -> str:
+    """A path as a message gives it: relative where it lies below the working directory."""
+    absolute = path.absolute()
+    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The sources that a run's settings were composed of."""
+
+    keys: Sequence[str]
+    """Dotted names that the command line sets."""
+    files: Sequence[tuple[Path, str]]
+    """Each YAML file with the dotted name that its contents stand under ("" for the top); later ones win."""
+    fallback: str
+    """What to say of a setting found nowhere: it is a default, or an interpolation made it."""
+
+    def __call__(self, name: str) -> str:
+        """"file:line" or "command line", of the source that won."""
+        if any(name == key or name.startswith(f"{key}.") for key in self.keys):
+            return COMMAND_LINE
+        depth, place = 0, self.fallback
+        for root, package in self._roots:
+            found = _find(root, package, name)
+            if found[0] >= max(depth, 1):
+                depth, place = found
+        return place
+
+    @cached_property
+    def _roots(self) -> list[tuple[Node, str]]:
+        """Only read for a message."""
+        roots = [(read(file.read_text(encoding="utf-8"), shown(file))[0], package) for file, package in self.files]
+        return [(root, package) for root, package in roots if root is not None]
+
+
+def _find(node: Node, package: str, name: str) -> tuple[int, str]:
+    """How many keys of a dotted name a file has, and the place of the last of them."""
+    above, keys = package.split(".") if package else [], name.split(".")
+    if keys[: len(above)] != above:
+        return 0, ""
+    depth = len(above)
+    while depth < len(keys) and isinstance(node.value, dict) and keys[depth] in node.value:
+        node = node.value[keys[depth]]
+        depth += 1
+    return depth, node.place

@@ -1,0 +1,88 @@
+"""Plain values from files and the command line -> PPOConfig's types. Every misfit is collected with its place."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.config import PPOConfig, leaves
+from verl.mesh.document import shorten
+
+Place = Callable[[str], str]
+"""dotted name -> where it is set: "configs/ppo_config.yaml:12", or "command line" """
+
+_NAMES = tuple(name for name, _ in leaves(PPOConfig()))
+_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text", types.NoneType: "null"}
+
+
+def fill(values: dict[str, Any], place: Place) -> tuple[DictConfig, list[str]]:
+    """The settings with `values` put in, and what could not be.
+
+    Args:
+        values: nested settings, interpolations resolved.
+        place: tells where a setting is written.
+    Returns:
+        A structured PPOConfig, whole only if there are no problems; and the problems.
+    """
+    settings = OmegaConf.structured(PPOConfig)
+    problems: list[str] = []
+    _fill(settings, PPOConfig, values, "", place, problems)
+    problems += [f"{place(name)}: {name}: required; set {name}=VALUE" for name in sorted(OmegaConf.missing_keys(settings))]
+    return settings, problems
+
+
+def unknown(name: str, place: str) -> str:
+    """The message for a setting that does not exist, with the names that resemble it."""
+    key = name.rpartition(".")[2]
+    same = [known for known in _NAMES if known.rpartition(".")[2] == key]
+    close = same or difflib.get_close_matches(shorten(name), _NAMES, n=3)
+    remedy = f"did you mean {' or '.join(close)}?" if close else "train_ppo.py --help lists all"
+    return f"{place}: {shorten(name)}: unknown setting; {remedy}"
+
+
+def _fill(
+    section: DictConfig, cls: type, values: dict[str, Any], prefix: str, place: Place, problems: list[str]
+) -> None:
+    hints = get_type_hints(cls)
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            problems.append(unknown(name, place(name)))
+        elif is_dataclass(hints[key]):
+            if isinstance(value, dict):
+                _fill(section[key], hints[key], value, f"{name}.", place, problems)
+            else:
+                problems.append(f"{place(name)}: {name}: holds settings ({name}.KEY=VALUE), got {_show(value)}")
+        else:
+            try:
+                section[key] = value
+            except OmegaConfBaseException:
+                problems.append(f"{place(name)}: {name}: needs {_expected(hints[key])}, got {_show(value)}")
+
+
+def _expected(hint: Any) -> str:
+    """A type in the user's words."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_expected(member) for member in inner)
+    if origin is list:
+        example = {int: "[1, 2]", float: "[0.9, 0.999]"}.get(inner[0], "[a, b]")
+        return f"a list, for example {example}"
+    if origin is dict:
+        return "keys and values, for example {a: 1}"
+    if issubclass(hint, Enum):
+        return "one of " + ", ".join(hint.__members__)
+    return _EXPECTED[hint]
+
+
+def _show(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f'"{shorten(value)}"' if isinstance(value, str) else shorten(str(value))

@@ -1,0 +1,108 @@
+"""This process's place in the job: its rank, its device, the process group, the board and the exchange."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from verl.errors import UserError
+from verl.flow.board import Board
+from verl.flow.exchange import Exchange
+from verl.flow.placement import make_world_group
+
+Result = TypeVar("Result")
+
+BACKSTOP_FACTOR = 4
+"""Process groups give up only long after the watchdog, whose report names the rank that stands still."""
+
+
+@dataclass(frozen=True)
+class Job:
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+    board: Board
+    hand_over: Exchange
+    timeout: timedelta
+    """Of process groups: the backstop behind the watchdog."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def everywhere(self, value: Any) -> list[Any]:
+        """What each rank says, on every rank. For start-up; inside a step use hand_over and agree."""
+        said: list[Any] = [None] * self.world
+        with self.board.waiting([r for r in range(self.world) if r != self.rank], "start-up"):
+            dist.all_gather_object(said, value, group=self.hand_over.group)
+        return said
+
+    def together(self, do: Callable[[], Result]) -> Result:
+        """`do()` on every rank. What one rank's user got wrong ends all ranks alike, named once for the job."""
+        problems: list[str] = []
+        result: Result | None = None
+        try:
+            result = do()
+        except UserError as error:
+            problems = list(error.problems)
+        everyones = self.everywhere(problems)
+        if any(everyones):
+            raise UserError(*dict.fromkeys(p for problems in everyones for p in problems))
+        return cast(Result, result)
+
+    def close(self) -> None:
+        """The normal end, on every rank: nobody leaves while another still waits for its messages."""
+        self.hand_over.close()
+        with self.board.waiting([r for r in range(self.world) if r != self.rank], "the end of the job"):
+            dist.barrier(group=self.hand_over.group)
+        self.board.close()
+        dist.destroy_process_group()
+
+
+def start_job(stage_timeout: float, check_program: bool) -> Job:
+    """Join the job that torchrun started, or be a job of one process."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = _device(local_rank)
+    timeout = timedelta(seconds=BACKSTOP_FACTOR * stage_timeout)
+    connect = _store_factory(rank, world)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = connect() if connect else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    board = Board(rank, world, connect, stage_timeout)
+    exchange = Exchange(rank, make_world_group("hand-over", timeout), board, check_program)
+    return Job(rank, world, local_rank, device, board, exchange, timeout)
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _store_factory(rank: int, world: int) -> Callable[[], dist.Store] | None:
+    """Connections to the job's store, with keys of this attempt alone.
+
+    torchrun's store outlives a failed attempt, and a restarted rank would read the addresses of the dead one.
+    """
+    if world == 1:
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    first = dist.TCPStore(host, port, is_master=serve)
+    stores: list[dist.Store] = [first]
+
+    def connect() -> dist.Store:
+        store = stores.pop() if stores else dist.TCPStore(host, port, is_master=False)
+        return dist.PrefixStore(f"attempt_{attempt}", store)
+
+    return connect

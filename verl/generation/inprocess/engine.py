@@ -1,0 +1,116 @@
+"""Generation in this process, with continuous batching."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from verl.generation.inprocess.batch import Batch
+from verl.generation.inprocess.cache import KVCache
+from verl.generation.inprocess.model import build_model, longest_sequence
+from verl.generation.types import Request, Sample, Sampling
+
+
+class TorchEngine:
+    """A rollout replica on one device; see `verl.generation.types.Backend`.
+
+    It owns a copy of the model, whose weights come by `weights()` and `load()` alone. The KV cache lives as long as one
+    call of `generate`, so between calls the device holds nothing but the weights.
+
+    A sample is a function of the weights, its prompt, its seed and the sampling settings: other requests, their order
+    and `max_num_seqs` move its logits by no more than the rounding of differently shaped matrix products.
+
+    Args:
+        model_path: Hugging Face folder or hub id; its config decides the architecture, its weights are not read.
+        dtype: of the weights, the KV cache and the computation.
+        max_num_seqs: sequences generated at once.
+        trust_remote_code: run Python code that comes with the model.
+        on_progress: called after each forward pass and for each finished sample; a sign of life.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_num_seqs: int,
+        trust_remote_code: bool,
+        on_progress: Callable[[], None],
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"rollout.max_num_seqs is {max_num_seqs}; it must be at least 1")
+        self._path = model_path
+        self._model = build_model(model_path, dtype, device, trust_remote_code)
+        self._longest = longest_sequence(self._model.config)
+        self._max_num_seqs = max_num_seqs
+        self._on_progress = on_progress
+        self._version: int | None = None
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live parameters: what is copied into them is what the model computes with."""
+        return dict(self._model.named_parameters())  # names a tied tensor once, by its embedding
+
+    def load(self, version: int) -> None:
+        """Notes that the weights are whole and of this version."""
+        self._version = version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+        """Samples in the order in which they finish.
+
+        Raises:
+            RuntimeError: before the first `load`, and after `close`.
+            ValueError: for requests or settings that cannot be served.
+        """
+        if self._version is None:
+            raise RuntimeError("generate before load: the engine has no weights yet (or was closed)")
+        _check_sampling(sampling)
+        self._check_requests(requests, sampling)
+        return self._samples(requests, sampling)  # a generator of its own, so that the checks run now
+
+    def close(self) -> None:
+        """Frees the weights."""
+        self._model.to("meta")
+        self._version = None
+
+    def _samples(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+        waiting = deque(requests)
+        longest = max((len(request.prompt_ids) for request in requests), default=0) + sampling.max_tokens
+        num_slots = min(self._max_num_seqs, len(requests))
+        batch = Batch(self._model, KVCache(num_slots, limit=longest), sampling)
+        while waiting or len(batch):
+            num_joining = min(num_slots - len(batch), len(waiting))
+            if num_joining:
+                batch.admit([waiting.popleft() for _ in range(num_joining)])
+                self._on_progress()
+            for sample in batch.decode():
+                self._on_progress()
+                yield sample
+            self._on_progress()
+
+    def _check_requests(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        if len({request.row for request in requests}) != len(requests):
+            raise ValueError("two requests have the same row, which names the sample")
+        for request in requests:
+            length = len(request.prompt_ids)
+            if length == 0:
+                raise ValueError(f"the prompt of row {request.row} is empty; a model needs one token to start from")
+            if self._longest is not None and length + sampling.max_tokens > self._longest:
+                raise ValueError(
+                    f"row {request.row}: {length} prompt tokens and up to {sampling.max_tokens} response tokens exceed "
+                    f"the {self._longest} tokens of {self._path}: lower data.max_prompt_length or "
+                    "data.max_response_length"
+                )
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    if sampling.temperature < 0:
+        raise ValueError(f"rollout.temperature is {sampling.temperature}; it must be 0 (greedy) or more")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"rollout.top_p is {sampling.top_p}; it must be above 0 and at most 1 (off)")
+    if sampling.top_k < 0:
+        raise ValueError(f"rollout.top_k is {sampling.top_k}; it must be 0 (off) or more")
+    if sampling.max_tokens < 1:
+        raise ValueError(f"data.max_response_length is {sampling.max_tokens}; it must be at least 1")

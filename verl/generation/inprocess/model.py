@@ -1,0 +1,106 @@
+"""Builds the model that generates: Hugging Face's code, our attention, no weights yet."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from verl.generation.inprocess import attention
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def build_model(path: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+    """The CausalLM of a Hugging Face folder or hub id, in eval mode, its parameters NaN until they are loaded.
+
+    No checkpoint is read: the memory taken is one model, once.
+
+    Raises:
+        ValueError: for an architecture that would not be computed rightly here.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    _check_layer_types(config, path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code
+        )
+    model.to_empty(device=device)
+    model.tie_weights()  # `to_empty` gave the head memory of its own
+    model.requires_grad_(False).eval()
+    _fill(model, path)
+    _check_attention(model, path)
+    return model
+
+
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """Tokens that a sequence may have; None: the config names no limit.
+
+    Rotary embeddings of a dynamic kind change their frequencies with the longest sequence of a batch once it passes the
+    length that the model was trained at. A sample would then depend on its neighbours, so that length is the limit.
+    """
+    settings = config.to_dict()
+    limit = settings.get("max_position_embeddings")
+    rope = settings.get("rope_parameters") or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        limit = rope.get("original_max_position_embeddings", limit)
+    return limit
+
+
+def _check_layer_types(config: PretrainedConfig, path: str) -> None:
+    unknown = set(config.to_dict().get("layer_types") or ()) - _LAYER_TYPES
+    if unknown:
+        raise ValueError(
+            f"{path} has layers of type {', '.join(sorted(unknown))}; rollout.backend=torch computes "
+            f"{' and '.join(sorted(_LAYER_TYPES))}: use rollout.backend=vllm for this model"
+        )
+
+
+def _fill(model: PreTrainedModel, path: str) -> None:
+    """Computes the buffers that no checkpoint has, such as rotary frequencies, and sets every parameter to NaN.
+
+    A parameter that a weight load then forgets shows at the first token, not as a slightly worse model.
+    """
+    for module in model.modules():
+        buffers = list(module.buffers(recurse=False))
+        if not buffers:
+            continue
+        for buffer in buffers:
+            if buffer.is_floating_point():
+                buffer.fill_(float("nan"))
+        model._init_weights(module)  # Hugging Face's own way to give a module built on meta its values
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise ValueError(
+                f"buffer {name} of {path} is not initialised by {type(model).__name__}._init_weights, so it would be "
+                "left undefined: use rollout.backend=vllm for this model"
+            )
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))
+
+
+class _CountingKV:
+    """Counts the layers that attend."""
+
+    def __init__(self) -> None:
+        self.layers: set[int] = set()
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        self.layers.add(layer)
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+
+@torch.inference_mode()
+def _check_attention(model: PreTrainedModel, path: str) -> None:
+    """Runs one token. A layer that mixes tokens in a way of its own would know nothing of our cache."""
+    kv = _CountingKV()
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model(input_ids=token, position_ids=token, use_cache=False, kv=kv)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if len(kv.layers) != num_layers:
+        raise ValueError(
+            f"{len(kv.layers)} of {num_layers} layers of {path} use Hugging Face's attention interface, which "
+            "rollout.backend=torch builds on: use rollout.backend=vllm for this model"
+        )

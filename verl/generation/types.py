@@ -1,0 +1,61 @@
+"""What goes into an engine and what comes out: token ids, never text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """Every id that ends a response, the model's own end tokens among them."""
+    ignore_eos: bool = False
+    """Go on to `max_tokens` whatever is drawn."""
+
+
+@dataclass(frozen=True)
+class Request:
+    row: int
+    """The sample's row in the step's global order; also its name in the engine."""
+    prompt_ids: tuple[int, ...]
+    seed: int
+    """Of this sample alone: the draw depends on no other request and on no rank."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    row: int
+    token_ids: list[int]
+    """The response; the stop token that ended it is its last one."""
+    logprobs: list[float]
+    """Of each token, under the distribution that it was drawn from (temperature, top_k and top_p applied)."""
+    ended: bool
+    """False where `max_tokens` cut it off."""
+
+
+class Backend(Protocol):
+    """One rollout replica."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors that take new weights, whole, by Hugging Face parameter name; a tied head is left out."""
+        ...
+
+    def load(self, version: int) -> None:
+        """What was copied into `weights()` becomes what the engine runs; cached prefixes are dropped."""
+        ...
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+        """Samples in the order in which they finish."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,210 @@
+"""The engine process: vLLM behind one end of a socket pair. Run as `python -m ... FD PARENT_PID` by child.py.
+
+It is crash-only: whatever goes wrong is written to the log, told to the rank if possible, and ends the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from verl.generation.types import Request, Sample, Sampling
+from verl.generation.vllm.tree import die_with_parent, remove_segments, shared_segments
+from verl.generation.vllm.wire import Channel, Message, parse_generate, sample_message
+
+_PROGRESS_SECONDS = 1.0
+_FLUSH_SECONDS = 5.0
+
+
+class Outbox:
+    """Sends from a thread of its own, so that a rank that is slow to read does not hold up the engine."""
+
+    def __init__(self, channel: Channel):
+        self._channel = channel
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        self._messages.put(message)
+
+    def flush(self) -> None:
+        """Nothing can be put in afterwards."""
+        self._messages.put(None)
+        self._thread.join(_FLUSH_SECONDS)
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                self._channel.send(message)
+            except OSError:
+                return  # the rank is gone; the receiving side sees it too
+
+
+class Server:
+    """Carries out the rank's messages, and steps the engine in between while requests are running."""
+
+    def __init__(self, channel: Channel, outbox: Outbox, start: dict[str, Any]):
+        from vllm import LLM
+
+        self._channel = channel
+        self._outbox = outbox
+        self._llm = LLM(**start["arguments"])
+        self._engine = self._llm.llm_engine
+        self._caches_prefixes: bool = start["arguments"]["enable_prefix_caching"]
+        self._version: int | None = None
+        self._call = 0
+        self._running: dict[str, int] = {}  # row of each request that has not finished, by its name in vLLM
+        self._llm.collective_rpc("verl_open_weights", args=(start["path"], start["layout"]))
+
+    def run(self) -> None:
+        """Until the rank says quit, or is gone."""
+        told = time.monotonic()
+        while True:
+            while not self._running or self._channel.poll(0):
+                message = self._channel.receive()
+                if message.kind == "quit":
+                    self._engine.engine_core.shutdown()
+                    return
+                self._handle(message)
+            if self._step() or time.monotonic() - told >= _PROGRESS_SECONDS:
+                told = time.monotonic()
+                self._outbox.put(Message("progress"))
+
+    def _handle(self, message: Message) -> None:
+        match message.kind:
+            case "load":
+                self._load(message.fields["version"])
+            case "generate":
+                self._generate(*parse_generate(message))
+            case "abort":
+                self._engine.abort_request(list(self._running))
+                self._running.clear()
+                self._outbox.put(Message("aborted", message.fields))
+            case "sleep":
+                self._version = None
+                self._llm.sleep(level=2)
+                self._outbox.put(Message("asleep"))
+            case "wake":
+                self._llm.wake_up(message.fields["tags"])
+                self._outbox.put(Message("awake"))
+            case kind:
+                raise AssertionError(f"a message of kind {kind}")
+
+    def _load(self, version: int) -> None:
+        assert not self._running, "weights change between two calls of generate"
+        self._version = None
+        seconds = self._llm.collective_rpc("verl_load_weights")
+        # The cached keys and values of a prefix come from the old weights.
+        if not self._llm.reset_prefix_cache() and self._caches_prefixes:
+            raise RuntimeError("vLLM did not reset its prefix cache")
+        self._version = version
+        self._outbox.put(Message("loaded", {"version": version, "seconds": seconds}))
+
+    def _generate(self, call: int, requests: list[Request], sampling: Sampling) -> None:
+        assert self._version is not None, "no weights are loaded"
+        from vllm.inputs import TokensPrompt
+
+        self._call = call
+        for request in requests:
+            name = f"{call}-{request.row}"
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+            self._engine.add_request(name, prompt, _sampling_params(sampling, request.seed))
+            self._running[name] = request.row
+
+    def _step(self) -> bool:
+        """One token for everything that runs. Have samples been sent?"""
+        outputs: list[Any] = self._engine.step()
+        finished = [output for output in outputs if output.finished]
+        for output in finished:
+            completion = output.outputs[0]
+            sample = Sample(
+                row=self._running.pop(output.request_id),
+                token_ids=list(completion.token_ids),
+                logprobs=completion.logprobs.logprobs,  # flat: one for each token
+                ended=completion.finish_reason == "stop",
+            )
+            assert len(sample.token_ids) == len(sample.logprobs)
+            self._outbox.put(sample_message(self._call, sample))
+        return bool(finished)
+
+
+def _sampling_params(sampling: Sampling, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        # What ends a response is said here and nowhere else: not by the end token that vLLM read from the folder.
+        ignore_eos=True,
+        stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_token_ids),
+        seed=seed,
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _end_with_workers() -> None:
+    """If a tensor-parallel worker dies, so does this process, at once: vLLM takes ten seconds to notice by itself."""
+    workers = multiprocessing.active_children()
+    if not workers:
+        return
+
+    def watch() -> None:
+        dead = multiprocessing.connection.wait([worker.sentinel for worker in workers])
+        for worker in workers:
+            if worker.sentinel in dead:
+                sys.stderr.write(f"engine worker {worker.name}, process {worker.pid}, ended: {worker.exitcode}\n")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="worker-watch", daemon=True).start()
+
+
+def main() -> None:
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # its rank stops it
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    os.set_inheritable(descriptor, False)
+    channel = Channel(socket.socket(fileno=descriptor))
+    outbox = Outbox(channel)
+    try:
+        server = Server(channel, outbox, channel.receive().fields)
+        # All processes have attached to them by now; without a name they cannot be left behind.
+        remove_segments(shared_segments(os.getsid(0)))
+        _end_with_workers()
+        outbox.put(Message("ready"))
+        server.run()
+    except EOFError:
+        os._exit(0)  # the rank is gone
+    except Exception as error:
+        traceback.print_exc()
+        outbox.put(Message("error", {"error": f"{type(error).__name__}: {error}"}))
+        outbox.flush()
+        os._exit(1)  # past vLLM's orderly end, which may hang; the workers die with this process
+    outbox.flush()
+
+
+if __name__ == "__mp_main__":
+    # A tensor-parallel worker, which multiprocessing has just started and given this module to import first. Its parent
+    # is the engine process, which leads the session.
+    die_with_parent(os.getsid(0))
+elif __name__ == "__main__":
+    main()

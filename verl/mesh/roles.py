@@ -1,0 +1,252 @@
+"""What stands under each role of a mesh: keys, types, devices, degrees. Problems are collected, never raised."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from verl.mesh.devices import read_devices
+from verl.mesh.document import Node, shorten
+from verl.mesh.spec import ROLES, HybridEngine, Parallelism, RoleSpec, RolloutSpec
+
+DTYPES = ("bfloat16", "float16", "float32")
+BACKENDS = ("vllm", "torch", "auto")
+
+_TRAINING_KEYS = ("devices", "parallelism", "dtype")
+_ROLLOUT_KEYS = (
+    "devices",
+    "backend",
+    "tensor_parallel_size",
+    "max_num_seqs",
+    "enable_prefix_caching",
+    "dtype",
+    "engine_kwargs",
+)
+_ROLE_KEYS = {
+    "actor": (*_TRAINING_KEYS, "hybrid_engine"),
+    "critic": (*_TRAINING_KEYS, "hybrid_engine"),
+    "reference": _TRAINING_KEYS,
+    "reward": _TRAINING_KEYS,
+    "rollout": _ROLLOUT_KEYS,
+}
+_PARALLELISM_KEYS = ("fsdp", "tensor_parallel_size", "pipeline_parallel_size")
+_HYBRID_KEYS = {
+    "actor": ("enable", "activation_checkpointing", "offload_activations"),
+    "critic": ("activation_checkpointing", "offload_activations"),
+}
+_REPLICAS = "take it out: a replica of the rollout is tensor_parallel_size devices, and further devices are replicas"
+_TRAINING_HINTS = {
+    "fsdp": "write it under parallelism",
+    "tensor_parallel_size": "write it under parallelism",
+    "pipeline_parallel_size": "write it under parallelism",
+    "hybrid_engine": "only actor and critic are trained and take it",
+}
+_ROLLOUT_HINTS = {
+    "parallelism": "write tensor_parallel_size directly under rollout",
+    "pipeline_parallel_size": _REPLICAS,
+    "data_parallel_size": _REPLICAS,
+    "hybrid_engine": "write it under actor",
+}
+_PARALLELISM_HINTS = {
+    "data_parallel_size": "take it out: it is devices / (tensor_parallel_size x pipeline_parallel_size)"
+}
+_HYBRID_HINTS = {"enable": "only the actor's weights are resharded for the rollout"}
+_ENGINE_HINTS = {
+    "tensor_parallel_size": "write it directly under rollout",
+    "max_num_seqs": "write it directly under rollout",
+    "enable_prefix_caching": "write it directly under rollout",
+    "dtype": "write it directly under rollout",
+    "pipeline_parallel_size": _REPLICAS,
+    "data_parallel_size": _REPLICAS,
+}
+
+_LARGEST_NUMBER = 1_000_000
+
+
+def read_roles(root: Node, source: str, problems: list[str]) -> dict[str, RoleSpec]:
+    """The roles of a mesh, in the order of ROLES; what is wrong is appended to `problems`."""
+    if root.value is None or root.value == {}:
+        problems.append(f"{source}: the mesh is empty; name at least actor and rollout with their devices")
+        return {}
+    if not isinstance(root.value, dict):
+        problems.append(f"{root.place}: a mesh maps each role to its devices, and this is {root}")
+        return {}
+    reader = _Reader(problems)
+    for key, node in root.value.items():
+        if key not in ROLES:
+            reader.complain(node, key, f"unknown role{nearest(key, ROLES)} (roles: {', '.join(ROLES)})")
+    for role in ("actor", "rollout"):
+        if role not in root.value:
+            problems.append(f"{source}: no {role}; every mesh names actor and rollout with their devices")
+    named = {role: root.value[role] for role in ROLES if role in root.value}
+    roles = {
+        role: reader.rollout(node) if role == "rollout" else reader.trained(role, node) for role, node in named.items()
+    }
+    reader.one_spelling(roles, named)
+    return roles
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """'; did you mean "x"?' for a name that resembles a known one, else an empty string."""
+    match = difflib.get_close_matches(shorten(name), list(known), n=1, cutoff=0.5)
+    return f'; did you mean "{match[0]}"?' if match else ""
+
+
+class _Reader:
+    """Takes values out of nodes. What cannot be read is complained of once and replaced by a harmless value."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self._problems = problems
+
+    def complain(self, node: Node, path: str, what: str) -> None:
+        self._problems.append(f"{node.place}: {shorten(path)}: {what}")
+
+    def trained(self, role: str, node: Node) -> RoleSpec:
+        """actor, critic, reference or reward."""
+        entries = self._mapping(node, role, _ROLE_KEYS[role], _TRAINING_HINTS)
+        devices = read_devices(node, entries, role, self.complain)
+        below = entries.get("parallelism")
+        keys = (*_PARALLELISM_KEYS, *(("hybrid_engine",) if role in _HYBRID_KEYS else ()))
+        path = f"{role}.parallelism"
+        degrees = {} if below is None else self._mapping(below, path, keys, _PARALLELISM_HINTS)
+        parallelism = Parallelism(
+            fsdp=self._flag(degrees, "fsdp", path, Parallelism.fsdp),
+            tensor_parallel_size=self._count(degrees, "tensor_parallel_size", path, 1),
+            pipeline_parallel_size=self._count(degrees, "pipeline_parallel_size", path, 1),
+        )
+        spec = RoleSpec(
+            devices,
+            parallelism,
+            self._choice(entries, "dtype", role, DTYPES, None),
+            self._hybrid_engine(role, entries, degrees),
+        )
+        self._check_degrees(spec, role, node)
+        if not parallelism.fsdp and spec.data_parallel_size > 1:
+            self.complain(
+                degrees["fsdp"],
+                f"{path}.fsdp",
+                f"false needs a data-parallel degree of 1, and {_quotient(spec)} is {spec.data_parallel_size}; "
+                "set fsdp: true, or list fewer devices",
+            )
+        return spec
+
+    def rollout(self, node: Node) -> RolloutSpec:
+        entries = self._mapping(node, "rollout", _ROLE_KEYS["rollout"], _ROLLOUT_HINTS)
+        tensor_parallel_size = self._count(entries, "tensor_parallel_size", "rollout", 1)
+        spec = RolloutSpec(
+            devices=read_devices(node, entries, "rollout", self.complain),
+            parallelism=Parallelism(fsdp=False, tensor_parallel_size=tensor_parallel_size),
+            dtype=self._choice(entries, "dtype", "rollout", DTYPES, None),
+            backend=self._choice(entries, "backend", "rollout", BACKENDS, RolloutSpec.backend) or RolloutSpec.backend,
+            max_num_seqs=self._count(entries, "max_num_seqs", "rollout", RolloutSpec.max_num_seqs),
+            enable_prefix_caching=self._flag(
+                entries, "enable_prefix_caching", "rollout", RolloutSpec.enable_prefix_caching
+            ),
+            engine_kwargs=self._engine_kwargs(entries),
+        )
+        self._check_degrees(spec, "rollout", node)
+        return spec
+
+    def one_spelling(self, roles: Mapping[str, RoleSpec], nodes: Mapping[str, Node]) -> None:
+        """Complains where roles differ in how they name devices; one role that mixes them was complained of before."""
+        uniform = {
+            role: next(iter(kinds))
+            for role, spec in roles.items()
+            if len(kinds := {device.node is None for device in spec.devices}) == 1
+        }
+        for role, plain in uniform.items():
+            first = next(iter(uniform))
+            if plain != uniform[first]:
+                one, other = ("an index alone", '"node:index"') if plain else ('"node:index"', "an index alone")
+                self.complain(
+                    nodes[role], f"{role}.devices", f"{one}, where {first} has {other}; spell all devices one way"
+                )
+
+    def _mapping(self, node: Node, path: str, keys: Sequence[str], hints: Mapping[str, str]) -> dict[str, Node]:
+        """The entries with a known key."""
+        if not isinstance(node.value, dict):
+            self.complain(node, path, f"needs keys and values ({', '.join(keys)}), got {node}")
+            return {}
+        for key, entry in node.value.items():
+            if key not in keys:
+                remedy = f"; {hints[key]}" if key in hints else f"{nearest(key, keys)} (keys: {', '.join(keys)})"
+                self.complain(entry, f"{path}.{key}", f"unknown key{remedy}")
+        return {key: entry for key, entry in node.value.items() if key in keys}
+
+    def _flag(self, entries: Mapping[str, Node], key: str, path: str, default: bool) -> bool:
+        node = entries.get(key)
+        if node is None:
+            return default
+        if isinstance(node.value, bool):
+            return node.value
+        self.complain(node, f"{path}.{key}", f"needs true or false, got {node}")
+        return default
+
+    def _count(self, entries: Mapping[str, Node], key: str, path: str, default: int) -> int:
+        node = entries.get(key)
+        if node is None:
+            return default
+        if type(node.value) is int and 1 <= node.value <= _LARGEST_NUMBER:  # type(): a bool is an int
+            return node.value
+        self.complain(node, f"{path}.{key}", f"needs a whole number from 1 to {_LARGEST_NUMBER}, got {node}")
+        return default
+
+    def _choice(
+        self, entries: Mapping[str, Node], key: str, path: str, choices: Sequence[str], default: str | None
+    ) -> str | None:
+        node = entries.get(key)
+        if node is None:
+            return default
+        if isinstance(node.value, str) and node.value in choices:
+            return node.value
+        close = nearest(node.value, choices) if isinstance(node.value, str) else ""
+        self.complain(node, f"{path}.{key}", f"needs {', '.join(choices[:-1])} or {choices[-1]}, got {node}{close}")
+        return default
+
+    def _hybrid_engine(self, role: str, entries: Mapping[str, Node], degrees: Mapping[str, Node]) -> HybridEngine:
+        """`hybrid_engine`, under the role or under its parallelism."""
+        if "hybrid_engine" in entries and "hybrid_engine" in degrees:
+            other = degrees["hybrid_engine"]
+            self.complain(
+                other,
+                f"{role}.parallelism.hybrid_engine",
+                f"stands at {entries['hybrid_engine'].place} too, directly under {role}; keep one of them",
+            )
+        path = f"{role}.hybrid_engine" if "hybrid_engine" in entries else f"{role}.parallelism.hybrid_engine"
+        node = entries.get("hybrid_engine", degrees.get("hybrid_engine"))
+        if node is None:
+            return HybridEngine()
+        flags = self._mapping(node, path, _HYBRID_KEYS[role], _HYBRID_HINTS)
+        return HybridEngine(
+            enable=self._flag(flags, "enable", path, HybridEngine.enable),
+            activation_checkpointing=self._flag(
+                flags, "activation_checkpointing", path, HybridEngine.activation_checkpointing
+            ),
+            offload_activations=self._flag(flags, "offload_activations", path, HybridEngine.offload_activations),
+        )
+
+    def _engine_kwargs(self, entries: Mapping[str, Node]) -> dict[str, Any]:
+        node = entries.get("engine_kwargs")
+        if node is None:
+            return {}
+        if not isinstance(node.value, dict):
+            self.complain(node, "rollout.engine_kwargs", f"needs keys and values, got {node}")
+            return {}
+        for key in node.value.keys() & _ENGINE_HINTS.keys():
+            self.complain(node.value[key], f"rollout.engine_kwargs.{key}", f"not here; {_ENGINE_HINTS[key]}")
+        return node.plain()
+
+    def _check_degrees(self, spec: RoleSpec, role: str, node: Node) -> None:
+        size = spec.tensor_parallel_size * spec.pipeline_parallel_size
+        if len(spec.devices) % size:
+            self.complain(
+                node,
+                role,
+                f"{_quotient(spec)} is not whole; list a multiple of {size} devices, or lower the sizes",
+            )
+
+
+def _quotient(spec: RoleSpec) -> str:
+    tp, pp = spec.tensor_parallel_size, spec.pipeline_parallel_size
+    return f"{len(spec.devices)} devices / (tensor_parallel_size {tp} x pipeline_parallel_size {pp})"

@@ -1,0 +1,42 @@
+"""A model's folder: given, or fetched from the hub once a node."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from verl.errors import UserError
+
+
+def local_folder(path: str, role: str, fetch: bool) -> Path:
+    """The folder that `path` names. A hub id is looked up in the local cache, and fetched into it only with `fetch`.
+
+    Raises UserError when there is no such folder and the hub does not give it (HF_HUB_OFFLINE is respected).
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{role}: the folder '{path}' holds no config.json, so it is no Hugging Face model folder.")
+        return folder
+    if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
+        raise UserError(
+            f"{role}: no model folder at '{path}' (looked in {folder.absolute()}). Set the path to a Hugging Face model "
+            f"folder or a hub id such as 'org/name'; `make demo` prepares a small one under outputs/demo/model."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+        return Path(snapshot_download(path, local_files_only=not fetch, allow_patterns=patterns))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise UserError(
+            f"{role}: '{path}' is neither a folder here ({folder.absolute()}) nor to be had from the hub: {error}. "
+            f"Set the path to a model folder, or fetch the model on this node first."
+        ) from error
+
+
+def architecture(folder: Path) -> str:
+    """The first class name in the folder's config.json, or ''."""
+    names = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
+    return names[0]

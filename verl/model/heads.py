@@ -1,0 +1,67 @@
+"""A Hugging Face decoder with one of three heads, run on packed micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from verl.model.logprobs import token_logprobs
+from verl.model.packing import MicroBatch
+
+
+class Head(StrEnum):
+    lm = "lm"
+    """Log-probs and entropies of tokens."""
+    value = "value"
+    """One value a token: the critic."""
+    score = "score"
+    """One score a sequence: the reward model."""
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What a head says of a micro-batch's chosen tokens, all [k] in float32."""
+
+    values: Tensor
+    """Log-probs of the tokens (lm), values or scores."""
+    entropy: Tensor | None = None
+    """lm: of each token's distribution, in nats."""
+
+
+class HeadedModel(nn.Module):
+    """The decoder and its head in one module, so that FSDP gathers the head's weight with the module's own forward.
+
+    Parameter names are Hugging Face's behind the prefix `hf.`; a value or score head is `hf.score`, as in
+    `AutoModelForSequenceClassification`.
+    """
+
+    def __init__(self, hf: PreTrainedModel, head: Head, chunk_tokens: int) -> None:
+        super().__init__()
+        self.hf, self.head, self.chunk_tokens = hf, head, chunk_tokens
+        self.softcap: float | None = vars(hf.config).get("final_logit_softcapping")
+
+    def forward(self, batch: MicroBatch, temperature: float) -> TokenOutputs:
+        decoder = self.hf.base_model
+        states = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
+        hidden = states.flatten(0, 1)[batch.select]
+        if self.head is Head.lm:
+            weight = self.hf.get_output_embeddings().weight
+            return TokenOutputs(*token_logprobs(hidden, weight, batch.targets, temperature, self.chunk_tokens, self.softcap))
+        return TokenOutputs(self.score(hidden.float()).squeeze(-1))
+
+    @property
+    def score(self) -> nn.Linear:
+        """The value or score head, kept in float32: bfloat16 has three digits, too few for a regression target."""
+        return self.hf.get_submodule("score")  # type: ignore[return-value]
+
+
+def add_scalar_head(hf: PreTrainedModel) -> None:
+    """Replaces the language-model head by a linear one with a single output."""
+    name = next((n for n, module in hf.named_children() if module is hf.get_output_embeddings()), None)
+    assert name is not None, f"{type(hf).__name__} has no output embedding among its children"
+    delattr(hf, name)
+    hf.add_module("score", nn.Linear(hf.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32))

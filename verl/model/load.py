@@ -1,0 +1,143 @@
+"""From a folder to a model on the meta device, and from its safetensors straight into this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from verl.errors import UserError
+from verl.model.heads import Head, HeadedModel, add_scalar_head
+
+Box = tuple[slice, ...]
+"""Part of a tensor: a slice for each dimension."""
+
+
+def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    """The folder's config without dropout: old and new log-probs must be those of one function."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise UserError(f"the model config in {folder} cannot be read: {error}") from error
+    for name, value in vars(config).items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def attention(choice: str, device: torch.device) -> str:
+    """The attention kernel's name in transformers for `model.attn_implementation`."""
+    if choice != "auto":
+        return choice
+    if device.type == "cuda":
+        from transformers.utils import is_flash_attn_2_available
+
+        return "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    return "sdpa"
+
+
+def meta_model(
+    config: PretrainedConfig, head: Head, dtype: torch.dtype, attn_implementation: str, chunk_tokens: int, trust_remote_code: bool
+) -> HeadedModel:
+    """The whole model without memory."""
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+        if head is not Head.lm:
+            add_scalar_head(hf)
+    return HeadedModel(hf, head, chunk_tokens)
+
+
+def materialise(model: HeadedModel, device: torch.device) -> None:
+    """Memory for this rank's shards; what no file holds (rotary tables and the like) is computed."""
+    tied = model.head is Head.lm and model.hf.config.get_text_config().tie_word_embeddings
+    model.to_empty(device=device)
+    if tied:
+        model.hf.get_output_embeddings().weight = model.hf.get_input_embeddings().weight  # to_empty parts them
+    for module in model.hf.modules():
+        if next(module.buffers(recurse=False), None) is not None:
+            model.hf._init_weights(module)
+
+
+class Safetensors:
+    """The tensors of a folder, read a slice at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise UserError(f"the model folder {folder} holds no *.safetensors file. Save the model with save_pretrained.")
+        self._handles = [safe_open(file, "pt") for file in files]
+        self._by_name = {name: handle for handle in self._handles for name in handle.keys()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._by_name[name].get_slice(name).get_shape())
+
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self._by_name[name].get_slice(name)[box]
+
+
+@torch.no_grad()
+def load_shards(model: HeadedModel, folder: Path, seed: int) -> None:
+    """Fills every parameter's local shard from the folder. A value head that it lacks is drawn from the seed, whole and then cut."""
+    files = Safetensors(folder)
+    for name, parameter in hf_parameters(model):
+        box = local_box(parameter)
+        if name in files:
+            if files.shape(name) != tuple(parameter.shape):
+                raise UserError(f"{folder}: '{name}' has shape {files.shape(name)}, but config.json makes {tuple(parameter.shape)}")
+            local_tensor(parameter).copy_(files.read(name, box))
+        elif model.head is Head.value and name == "score.weight":
+            local_tensor(parameter).copy_(_draw_head(parameter.shape, seed)[box])
+        else:
+            raise UserError(f"{folder}: '{name}' is missing from the safetensors files, but config.json needs it{_hint(model, name)}")
+
+
+def _draw_head(shape: torch.Size, seed: int) -> Tensor:
+    """N(0, 1 / (h + 1)^2) as for the reward head of Stiennon et al. 2020: values start near 0."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / (shape[-1] + 1)
+
+
+def _hint(model: HeadedModel, name: str) -> str:
+    if model.head is Head.score and name == "score.weight":
+        return ". A reward model is an AutoModelForSequenceClassification with one label; this folder holds a language model."
+    return "."
+
+
+def hf_parameters(model: HeadedModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by Hugging Face name, a tied one once."""
+    return ((name.removeprefix("hf."), parameter) for name, parameter in model.named_parameters())
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_box(parameter: Tensor) -> Box:
+    """Which part of the whole tensor this rank's shard is."""
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(0, size) for size in parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+
+
+def parameter_shapes(folder: Path, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight of a language model's folder; a tied head, which is the embedding again, is left out."""
+    files = Safetensors(folder)
+    tied = config.get_text_config().tie_word_embeddings
+    return {name: files.shape(name) for name in files.names() if not (tied and name == "lm_head.weight")}

@@ -1,0 +1,120 @@
+"""Sequences packed into micro-batches under a token budget: pure, no padding beyond the tail of a packed row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some of a rank's sequences, laid end to end in the rows of a [batch, time] rectangle."""
+
+    input_ids: Tensor
+    """[batch, time]"""
+    position_ids: Tensor
+    """[batch, time]; restarts at 0 where a sequence begins, which is what separates sequences in attention."""
+    select: Tensor
+    """[k] flat places in the rectangle whose hidden state is used."""
+    targets: Tensor
+    """[k] the token that follows each of them."""
+    tokens: Tensor
+    """[k] where each of them stands in the rank's flat outputs."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        moved = (t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids, self.select, self.targets))
+        return MicroBatch(*moved, self.tokens)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A rank's sequences and the part of each that the head looks at.
+
+    `first[i] .. first[i] + count[i]` are the tokens of sequence i that the outputs speak of: its response for log-probs
+    and values (each predicted at the token before it), its last token alone for a score.
+    """
+
+    ids: tuple[Tensor, ...]
+    first: tuple[int, ...]
+    count: tuple[int, ...]
+    shift: int
+    """1: the output of token t is made at t - 1; 0: at t itself."""
+
+    @classmethod
+    def responses(cls, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Sequences:
+        """Outputs for every response token, at the token before it: log-probs and values."""
+        ids = tuple(torch.cat(pair) for pair in zip(prompts, responses, strict=True))
+        return cls(ids, tuple(len(p) for p in prompts), tuple(len(r) for r in responses), shift=1)
+
+    @classmethod
+    def last_tokens(cls, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Sequences:
+        """One output a sequence, at its last token: scores."""
+        ids = tuple(torch.cat(pair) for pair in zip(prompts, responses, strict=True))
+        return cls(ids, tuple(len(i) - 1 for i in ids), (1,) * len(ids), shift=0)
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(self.count)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(i) for i in self.ids]
+
+
+def plan_micro_batches(lengths: Sequence[int], rows: Sequence[int], max_tokens: int, row_capacity: int | None) -> list[list[list[int]]]:
+    """Micro-batches of packed rows of sequence numbers: `plan[m][b]` lie end to end in row b of micro-batch m.
+
+    A row takes up to `row_capacity` tokens (None: the longest sequence; attention on a dense mask costs time^2, so rows
+    no longer than that are cheapest), and a micro-batch up to `max_tokens`, both raised to the longest sequence. First
+    fit by decreasing length, so that rows of a micro-batch are about equally full.
+    """
+    if not rows:
+        return []
+    longest = max(lengths[r] for r in rows)
+    capacity = max(row_capacity or 0, longest)
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(rows, key=lambda r: (-lengths[r], r)):
+        fit = next((i for i, left in enumerate(room) if lengths[row] <= left), None)
+        if fit is None:
+            bins.append([])
+            room.append(capacity)
+            fit = len(bins) - 1
+        bins[fit].append(row)
+        room[fit] -= lengths[row]
+    fullest_first = sorted(range(len(bins)), key=lambda i: (room[i], i))
+    per_batch = max(1, max(max_tokens, longest) // capacity)
+    return [[bins[i] for i in fullest_first[at : at + per_batch]] for at in range(0, len(bins), per_batch)]
+
+
+def pack(sequences: Sequences, rows: Sequence[Sequence[int]]) -> MicroBatch:
+    """The rectangle of one planned micro-batch. The tail of a short row goes on as its last sequence: causal, so nobody sees it."""
+    time = max(sum(len(sequences.ids[i]) for i in row) for row in rows)
+    input_ids = torch.zeros(len(rows), time, dtype=torch.int64)
+    position_ids = torch.zeros(len(rows), time, dtype=torch.int64)
+    starts = [0]
+    for count in sequences.count:
+        starts.append(starts[-1] + count)
+    select, targets, tokens = [], [], []
+    for b, row in enumerate(rows):
+        at = 0
+        for i in row:
+            ids = sequences.ids[i]
+            input_ids[b, at : at + len(ids)] = ids
+            position_ids[b, at : at + len(ids)] = torch.arange(len(ids))
+            wanted = torch.arange(sequences.first[i], sequences.first[i] + sequences.count[i])
+            select.append(b * time + at + wanted - sequences.shift)
+            targets.append(ids[wanted])
+            tokens.append(torch.arange(starts[i], starts[i + 1]))
+            at += len(ids)
+        position_ids[b, at:] = torch.arange(time - at) + (position_ids[b, at - 1] + 1 if at else 0)
+    return MicroBatch(input_ids, position_ids, torch.cat(select), torch.cat(targets), torch.cat(tokens))
+
+
+def dummy_micro_batch() -> MicroBatch:
+    """Keeps a rank with fewer micro-batches in step with its peers: one token, no output, no gradient."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), nothing, nothing, nothing)

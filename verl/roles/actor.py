@@ -1,0 +1,148 @@
+"""The policy: log-probs of responses, and PPO's update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.algo.aggregate import weighted_sum, zero_unweighted
+from verl.algo.kl import kl_loss, kl_penalty
+from verl.algo.losses import mismatch_weight, policy_loss
+from verl.config import ActorConfig, KLEstimator
+from verl.engine.train_engine import TrainEngine
+from verl.flow.batch import Column, Experience, Responses
+from verl.flow.placement import Groups, Placement
+from verl.model.heads import TokenOutputs
+from verl.model.load import hf_parameters, local_tensor
+from verl.monitor.metrics import Metrics
+from verl.roles.mini_batch import MiniBatch, make_mini_batches
+from verl.roles.role import Here, ModelRole
+
+EARLY_STOP_FACTOR = 1.5
+"""Updates stop at this multiple of target_kl, as in Spinning Up's PPO."""
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """A rank's response tokens, flat and aligned, float32."""
+
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    ref_logprobs: Tensor | None
+
+
+class Actor(ModelRole):
+    def __init__(
+        self,
+        placement: Placement,
+        here: Here,
+        engine: TrainEngine | None,
+        groups: Groups | None,
+        config: ActorConfig,
+        num_mini_batches: int,
+        group_size: int,
+        temperature: float,
+    ) -> None:
+        """`group_size`: responses a prompt."""
+        super().__init__(placement, here, engine, groups)
+        self.config, self.num_mini_batches, self.group_size, self.temperature = config, num_mini_batches, group_size, temperature
+
+    def logprobs(self, responses: Responses) -> Column:
+        """Of every response token under the current policy, at the sampling temperature."""
+        return self.token_column("old_logprobs", "old_log_prob", responses, self.temperature)
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's part of the weights, by Hugging Face name."""
+        return {name: local_tensor(p.detach()) for name, p in hf_parameters(self.engine.model)} if self.serves else {}
+
+    def update(self, experience: Experience) -> Metrics:
+        """`ppo_epochs` passes of mini-batch steps on the clipped objective (Schulman et al. 2017, eq. 7)."""
+        metrics = Metrics()
+        if not self.serves:
+            return metrics
+        with self.stage("update_actor"):
+            responses = experience.responses
+            tokens = self._tokens(experience)
+            sequences = self.sequences(responses)
+            mini_batches = make_mini_batches(
+                self.num_mini_batches,
+                self.placement.inputs.rows(self.here.rank, responses.weight.size),
+                self.group_size,
+                responses.response_ids.on(self.placement).lengths,
+                responses.weight.on(self.placement).scalar(),
+                self.config.loss_agg_mode,
+                self.groups.rows,
+            )
+            done = 0
+            for batch in mini_batches * self.config.ppo_epochs:
+                loss = _PolicyLoss(self.config, tokens, batch, self.engine.device)
+                norm, rate = self.engine.train_step(sequences, batch.rows, loss, self.temperature)
+                done += 1
+                if self.speaks:
+                    metrics |= loss.metrics
+                    metrics.mean("actor/grad_norm", norm)
+                    metrics.last("actor/lr", rate)
+                if self._moved_too_far(loss):
+                    break
+            if self.speaks:
+                metrics.last("actor/epochs_done", done / len(mini_batches))
+        return metrics
+
+    def _tokens(self, experience: Experience) -> PolicyTokens:
+        assert experience.advantages is not None
+        ref = experience.ref_logprobs
+        return PolicyTokens(
+            old_logprobs=experience.old_logprobs.on(self.placement).values,
+            rollout_logprobs=experience.responses.rollout_logprobs.on(self.placement).values,
+            advantages=experience.advantages.on(self.placement).values,
+            ref_logprobs=ref.on(self.placement).values if ref is not None and self.config.use_kl_loss else None,
+        )
+
+    def _moved_too_far(self, loss: _PolicyLoss) -> bool:
+        """Whether KL(old || new) of the last mini-batch is over the limit: one answer on all of the actor's ranks."""
+        if self.config.target_kl is None:
+            return False
+        total = loss.kl.clone()
+        dist.all_reduce(total, group=self.groups.everyone)
+        return bool(total[0] > EARLY_STOP_FACTOR * self.config.target_kl * total[1])
+
+
+class _PolicyLoss:
+    """The loss of one mini-batch, and what it saw on the way."""
+
+    def __init__(self, config: ActorConfig, tokens: PolicyTokens, batch: MiniBatch, device: torch.device) -> None:
+        self.config, self.tokens, self.batch, self.device = config, tokens, batch, device
+        self.metrics = Metrics()
+        self.kl = torch.zeros(2, dtype=torch.float64)
+        """Sum over tokens of an estimate of KL(old || new), and how many tokens."""
+
+    def __call__(self, outputs: TokenOutputs, at: Tensor) -> Tensor:
+        assert outputs.entropy is not None
+        config, tokens = self.config, self.tokens
+        weights, old, advantages, rollout = (
+            t[at].to(self.device) for t in (self.batch.weights, tokens.old_logprobs, tokens.advantages, tokens.rollout_logprobs)
+        )
+        logprobs = zero_unweighted(outputs.values, weights)
+        entropy = zero_unweighted(outputs.entropy, weights)
+        high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+        policy = policy_loss(logprobs, old, advantages, config.clip_ratio, high, config.clip_ratio_c)
+        loss = policy.loss * mismatch_weight(old, rollout, config.mismatch_correction, config.mismatch_cap)
+        if config.entropy_coeff:
+            loss = loss - config.entropy_coeff * entropy
+        counted = (weights != 0).double()
+        if tokens.ref_logprobs is not None:
+            kl = kl_loss(logprobs, tokens.ref_logprobs[at].to(self.device), config.kl_loss_type)
+            loss = loss + config.kl_loss_coef * kl
+            self.metrics.mean("actor/kl_loss", kl, counted)
+        moved = kl_penalty(old, logprobs.detach(), KLEstimator.k3)
+        self.kl += torch.stack([weighted_sum(moved, counted), counted.sum()]).cpu()
+        self.metrics.mean("actor/pg_loss", policy.loss, counted)
+        self.metrics.mean("actor/pg_clipfrac", policy.clipped, counted)
+        self.metrics.mean("actor/pg_clipfrac_lower", policy.clipped_lower, counted)
+        self.metrics.mean("actor/ppo_kl", moved, counted)
+        self.metrics.mean("actor/entropy", entropy, counted)
+        return weighted_sum(loss, weights)

@@ -1,0 +1,255 @@
+"""From config and mesh to roles: placements, process groups, engines, workers, each on its own ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from verl.config import OptimConfig, PPOConfig, problems
+from verl.engine.train_engine import EngineSpec, TrainEngine
+from verl.errors import ConfigError, UserError
+from verl.flow.job import Job
+from verl.flow.placement import Groups, Placement, make_groups
+from verl.mesh.resolve import Process, resolve
+from verl.mesh.spec import MeshSpec, RolloutSpec
+from verl.model.folder import local_folder
+from verl.model.heads import Head
+from verl.model.load import hf_parameters, local_box, read_config
+from verl.monitor.stages import Stages
+from verl.reshard.layout import Box
+from verl.rewards.pool import RewardPool
+from verl.rewards.resolve import FunctionSpec, resolve as resolve_function
+from verl.roles.actor import Actor
+from verl.roles.build_rollout import make_sync, start_engines
+from verl.roles.critic import Critic
+from verl.roles.judge import Judge
+from verl.roles.reference import Reference
+from verl.roles.reward import Reward
+from verl.roles.role import Here, torch_dtype
+from verl.roles.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class Roles:
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    reward: Reward
+    rollout: Rollout
+    judge: Judge
+
+    def trained(self) -> dict[str, TrainEngine]:
+        """The engines on this rank that learn, by role."""
+        return {role.placement.role: role.engine for role in (self.actor, self.critic) if role is not None and role.serves}
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Model folders on this node."""
+
+    actor: Path
+    critic: Path
+    reference: Path
+    reward: Path | None
+    tokenizer: Path
+
+
+def place(config: PPOConfig, mesh: MeshSpec, job: Job) -> dict[str, Placement]:
+    """The ranks of every role that the algorithm has. Raises UserError with all that does not fit."""
+    import sys
+
+    num_devices = None if job.device.type == "cpu" else _visible_devices()
+    here = Process.from_environment(os.environ, [socket.gethostname()], num_devices)
+    ranks = resolve(mesh, job.everywhere(here), sys.argv[1:])
+    absent = {"critic": not config.needs_critic, "reference": not config.needs_reference}
+    placements = {}
+    for role, listed in ranks.items():
+        if not absent.get(role, False):
+            spec = mesh.roles.get(role, mesh.roles["actor"])
+            leaders_only = role == "rollout"
+            pp = 1 if leaders_only else spec.pipeline_parallel_size
+            placements[role] = Placement(role, listed, spec.tensor_parallel_size, pp, leaders_only)
+    placements.setdefault("reward", Placement("reward", placements["rollout"].leaders))
+    if found := problems(config, {role: placement.dp for role, placement in placements.items()}):
+        raise ConfigError(*found)
+    return placements
+
+
+def find_folders(config: PPOConfig, job: Job) -> Folders:
+    """Resolves every model path, one download a node: the first rank of a node fetches, the others find it in the cache."""
+
+    def find(fetch: bool) -> Folders:
+        def folder(path: str | None, role: str) -> Path:
+            return local_folder(path or config.model.path, role, fetch)
+
+        reward = config.reward.model.path
+        return Folders(
+            actor=folder(None, "model.path"),
+            critic=folder(config.critic.path, "critic.path"),
+            reference=folder(config.reference.path, "reference.path"),
+            reward=folder(reward, "reward.model.path") if reward else None,
+            tokenizer=folder(config.model.tokenizer_path, "model.tokenizer_path"),
+        )
+
+    if job.local_rank == 0:
+        job.together(lambda: find(fetch=True))
+    else:
+        job.together(lambda: None)
+    return job.together(lambda: find(fetch=False))
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer can be loaded from {folder}: {error}. Set model.tokenizer_path to a folder that has one.") from error
+
+
+def stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, further: list[int]) -> tuple[int, ...]:
+    """Every id that ends a response: the model's, the tokenizer's and the user's."""
+    ids = set(further)
+    if (folder / "generation_config.json").is_file():
+        configured = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids |= set(configured if isinstance(configured, list) else [configured] if configured is not None else [])
+    if isinstance(tokenizer.eos_token_id, int):
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))
+
+
+def build_roles(
+    config: PPOConfig,
+    mesh: MeshSpec,
+    placements: dict[str, Placement],
+    folders: Folders,
+    tokenizer: PreTrainedTokenizerBase,
+    total_steps: int,
+    run_dir: Path,
+    job: Job,
+    stages: Stages,
+    closing: ExitStack,
+) -> Roles:
+    """Engines start first, since they take longest, then the trainers load, then the engines are awaited."""
+    builder = _Builder(config, mesh, placements, total_steps, Here(job, stages))
+    model = job.together(lambda: read_config(folders.actor, config.model.trust_remote_code))
+    nodes = [f"{node[0]}/{node[1]}" for node in job.everywhere((socket.gethostname(), os.environ.get("GROUP_RANK", "0")))]
+    rollout_spec = mesh.roles["rollout"]
+    assert isinstance(rollout_spec, RolloutSpec)
+    pool = job.together(lambda: start_pool(config, placements["reward"], job))
+    if pool is not None:
+        closing.callback(pool.close)
+    engines = start_engines(config, rollout_spec, placements["rollout"], folders.actor, model, run_dir, nodes, job)
+    if engines.backend is not None:
+        closing.callback(engines.backend.close)
+    groups = builder.groups
+    actor = builder.actor(folders.actor)
+    critic = builder.critic(folders.critic) if "critic" in placements else None
+    reference = builder.reference(folders.reference) if "reference" in placements else None
+    reward_engine = builder.engine("reward", folders.reward, Head.score) if folders.reward else None
+    reward = Reward(placements["reward"], builder.here, reward_engine, groups.get("reward"), pool, tokenizer, config.reward)
+    engines.wait_ready()
+    sync = make_sync(engines, actor, _boxes(actor), nodes, job)
+    stop = stop_tokens(folders.actor, tokenizer, config.rollout.stop_token_ids)
+    limit = config.data.max_response_length
+    rollout = Rollout(
+        placements["rollout"], builder.here, engines.backend, sync, engines.targets, config.trainer.seed, limit, stop, config.rollout.ignore_eos
+    )
+    if pool is not None:
+        pool.wait_ready(config.rollout.start_timeout)
+    at = placements["critic"] if critic is not None else placements["actor"]
+    judge = Judge(at, builder.here, groups.get(at.role), config.algorithm, config.rollout.n)
+    return Roles(actor, critic, reference, reward, rollout, judge)
+
+
+def start_pool(config: PPOConfig, placement: Placement, job: Job) -> RewardPool | None:
+    """The reward function's workers, on the ranks that score; the function is checked on each of them first."""
+    function = config.reward.function
+    if function.path is None or job.rank not in placement.ranks:
+        return None
+    spec = FunctionSpec(function.path, function.kwargs)
+    resolve_function(spec)
+    return RewardPool(
+        spec,
+        num_workers=function.num_workers,
+        timeout=function.timeout,
+        failure_score=function.failure_score,
+        on_error=function.on_error,
+    )
+
+
+class _Builder:
+    """The model roles, each engine on the ranks of its role."""
+
+    def __init__(self, config: PPOConfig, mesh: MeshSpec, placements: dict[str, Placement], total_steps: int, here: Here) -> None:
+        self.config, self.mesh, self.placements, self.total_steps, self.here = config, mesh, placements, total_steps, here
+        self.groups: dict[str, Groups] = make_groups(
+            list(placements.values()), here.rank, here.job.device.type, here.job.timeout
+        )
+
+    def engine(self, role: str, folder: Path, head: Head, optim: OptimConfig | None = None, steps: int = 0) -> TrainEngine | None:
+        if role not in self.groups:
+            return None
+        spec = self.mesh.roles.get(role, self.mesh.roles["actor"])
+        budget = {
+            "actor": self.config.actor.max_tokens_per_micro_batch,
+            "critic": self.config.critic.max_tokens_per_micro_batch,
+            "reference": self.config.reference.max_tokens_per_micro_batch,
+            "reward": self.config.reward.model.max_tokens_per_micro_batch,
+        }[role]
+        model = self.config.model
+        engine = TrainEngine(
+            EngineSpec(
+                folder=folder,
+                head=head,
+                trained=optim is not None,
+                dtype=torch_dtype(spec.dtype),
+                seed=self.config.trainer.seed,
+                max_tokens_per_micro_batch=budget,
+                attn_implementation=model.attn_implementation,
+                logprob_chunk_tokens=model.logprob_chunk_tokens,
+                trust_remote_code=model.trust_remote_code,
+                reshard_after_forward=model.reshard_after_forward,
+                activation_checkpointing=spec.hybrid_engine.activation_checkpointing,
+                offload_activations=spec.hybrid_engine.offload_activations,
+            ),
+            self.groups[role],
+            self.here.job.device,
+            self.here.job.board.beat,
+        )
+        if optim is not None:
+            engine.add_optimizer(optim, steps)
+        return engine
+
+    def actor(self, folder: Path) -> Actor:
+        config = self.config.actor
+        mini = self.config.data.train_batch_size // config.ppo_mini_batch_size
+        engine = self.engine("actor", folder, Head.lm, config.optim, self.total_steps * mini * config.ppo_epochs)
+        n, temperature = self.config.rollout.n, self.config.rollout.temperature
+        return Actor(self.placements["actor"], self.here, engine, self.groups.get("actor"), config, mini, n, temperature)
+
+    def critic(self, folder: Path) -> Critic:
+        config = self.config.critic
+        mini = self.config.data.train_batch_size // (config.ppo_mini_batch_size or self.config.actor.ppo_mini_batch_size)
+        epochs = config.ppo_epochs or self.config.actor.ppo_epochs
+        engine = self.engine("critic", folder, Head.value, config.optim, self.total_steps * mini * epochs)
+        return Critic(self.placements["critic"], self.here, engine, self.groups.get("critic"), config, mini, epochs, self.config.rollout.n)
+
+    def reference(self, folder: Path) -> Reference:
+        engine = self.engine("reference", folder, Head.lm)
+        return Reference(self.placements["reference"], self.here, engine, self.groups.get("reference"), self.config.rollout.temperature)
+
+
+def _boxes(actor: Actor) -> dict[str, Box]:
+    if not actor.serves:
+        return {}
+    return {name: tuple((s.start, s.stop) for s in local_box(p)) for name, p in hf_parameters(actor.engine.model)}
+
+
+def _visible_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()

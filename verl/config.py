@@ -528,11 +528,12 @@ def _batch_problems(config: PPOConfig, dp: dict[str, int]) -> Iterator[str]:
         if prompts % degree:
             yield f"data.train_batch_size={prompts}: {_uneven(prompts, degree, role)}; take a multiple of {step}"
     for role, mini in minis.items():
+        own = role == "actor" or config.critic.ppo_mini_batch_size is not None
+        name = f"{role if own else 'actor'}.ppo_mini_batch_size={mini}"
         degree = used.get(role, 1)
-        name = f"{role}.ppo_mini_batch_size={mini}"
         if mini % degree:
             yield f"{name}: {_uneven(mini, degree, role)}; take a multiple of {degree}"
-        if prompts % mini:
+        if prompts % mini and own:
             yield f"{name}: data.train_batch_size={prompts} is not a multiple of it; take a divisor of {prompts}"
 
 

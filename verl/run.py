@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl.config import PPOConfig
+from verl.config import PPOConfig, Resume
 from verl.data.dataset import PromptDataset
 from verl.data.loader import PromptLoader, validation_batches
 from verl.data.prompts import PromptBatch
@@ -84,14 +84,15 @@ class Run:
         roles: Roles,
         tokenizer: PreTrainedTokenizerBase,
         model_folder: Path,
+        tokenizer_folder: Path,
         run_dir: Path,
         job: Job,
         stages: Stages,
     ) -> None:
         self.config, self.job, self.loader, self.total_steps = config, job, prompts.loader, prompts.total_steps
         self._validation, self._roles, self._tokenizer, self._stages = prompts.validation, roles, tokenizer, stages
-        self._model_folder, self._run_dir = model_folder, run_dir
-        self._checkpoints = Checkpoints(run_dir, config.trainer.keep_checkpoints, job)
+        self._model_folder, self._tokenizer_folder, self._run_dir = model_folder, tokenizer_folder, run_dir
+        self._checkpoints = Checkpoints(run_dir, config.trainer.keep_checkpoints, job, tokenizer_folder)
         self.best: dict[str, float] | None = None
         """The best validation score so far and its step; on rank 0."""
         self.first_step = self._resume()
@@ -164,7 +165,14 @@ class Run:
     def export(self) -> None:
         """The actor as a Hugging Face folder, run_dir/hf."""
         if self._roles.actor.serves:
-            export_hf(self._roles.actor.engine, self._run_dir / "hf", self._model_folder)
+            export_hf(
+                self._roles.actor.engine,
+                self._run_dir / "hf",
+                self._model_folder,
+                self.job.board,
+                tokenizer_folder=self._tokenizer_folder,
+                replace=True,
+            )
 
     def close(self) -> None:
         self._trackers.close()
@@ -174,7 +182,13 @@ class Run:
 
     def _resume(self) -> int:
         """The number of steps that are done already."""
-        found = self._checkpoints.find(self.config.trainer.resume, self.config.trainer.resume_path)
+        trainer = self.config.trainer
+        self._checkpoints.prepare()
+        if trainer.resume is Resume.path:
+            assert trainer.resume_path is not None
+            found = self._checkpoints.at(Path(trainer.resume_path))
+        else:
+            found = self._checkpoints.latest() if trainer.resume is Resume.auto else None
         if found is None:
             return 0
         state, rank_state = self._checkpoints.load(found, self._roles.trained())
@@ -183,7 +197,7 @@ class Run:
         self.best = state["best"]
         if rank_state is not None:
             _set_rng_state(rank_state)
-        logger.info("resumed after step %d from %s", state["step"], found.path)
+        logger.info("resumed after step %d from %s", state["step"], found.folder)
         return state["step"]
 
     def _collect(self, step: int, metrics: Metrics, samples: list[dict[str, Any]]) -> dict[str, float] | None:

@@ -49,7 +49,7 @@ def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> N
     if job.is_main:
         logger.info("%s", resolved_plan(config, {role: p.dp for role, p in placements.items()}))
     roles = build_roles(config, mesh, placements, folders, tokenizer, prompts.total_steps, run_dir, job, stages, closing)
-    run = Run(config, prompts, roles, tokenizer, folders.actor, run_dir, job, stages)
+    run = Run(config, prompts, roles, tokenizer, folders.actor, folders.tokenizer, run_dir, job, stages)
     closing.callback(run.close)
     with run.progress:
         fit(run, roles)

@@ -1,210 +1,286 @@
-"""The command line of train_ppo.py: its two flags, Hydra's flags, and settings. No other module knows Hydra.
+"""From a command line to PPOConfig and MeshSpec. No other module knows Hydra.
 
-    train_ppo.py [--config FILE] [--device_mesh FILE] [setting=value ...] [Hydra's flags]
-
-The two flags and the overrides of the mesh are taken out before Hydra sees the rest. Hydra composes the files and the
-overrides as plain values, over the defaults of PPOConfig; they are checked here, all at once, with the place of each.
+Hydra composes files and overrides as plain values over the defaults of PPOConfig. They are checked here rather than by
+Hydra, so that all mistakes are told at once, each with the file and line, or "command line", that it comes from.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from verl.cli.arguments import CFG, CONFIGS, HELP, MULTIRUN, SHOW, Arguments, sort_arguments
 from verl.cli.help import help_text
-from verl.cli.places import COMMAND_LINE, Places, shown
+from verl.cli.mesh_source import read_mesh
+from verl.cli.places import COMMAND_LINE, Places, read_text, shown
 from verl.cli.settings import fill, unknown
 from verl.config import PPOConfig, problems
-from verl.errors import EXIT_CODE, ConfigError, MeshError, UserError
-from verl.mesh.parse import parse, parse_value, single_device
+from verl.errors import EXIT_CODE, ConfigError, UserError
+from verl.mesh.document import read
 from verl.mesh.resolve import collapse, refuse_one_process
 from verl.mesh.spec import MeshSpec
 from verl.mesh.unsupported import refuse_unsupported
 
 Train = Callable[[PPOConfig, MeshSpec], Any]
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-DEFAULT_CONFIG = CONFIGS / "ppo_config.yaml"
-
 _PRIMARY = "train_ppo_command"  # names in Hydra's store, which no file should bear
 _DEFAULTS = "train_ppo_defaults"
-_OWN_FLAGS = ("--config", "--device_mesh")
-_HYDRA_FLAGS = {  # flag -> whether it takes a value
-    **dict.fromkeys(("--cfg", "-c", "--package", "-p", "--config-dir", "-cd"), True),
-    **dict.fromkeys(("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"), False),
-    **dict.fromkeys(("--multirun", "-m", "--shell-completion", "-sc", "--info", "-i"), False),
-}
-_INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_SHOW_FLAGS = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--version", "--shell-completion", "-sc")
-_REPLACED_FLAGS = ("--config-path", "-cp", "--config-name", "-cn")
-_MESH_OVERRIDE = re.compile(r"\+{0,2}device_mesh\.")
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The command line, sorted."""
-
-    config: Path = DEFAULT_CONFIG
-    device_mesh: Path | None = None
-    mesh_overrides: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    """Everything else of the form key=value, for Hydra."""
-    flags: tuple[str, ...] = ()
-    """Hydra's flags with their values."""
 
 
 def run(train: Train, argv: Sequence[str]) -> int:
-    """Does what a command line asks for and returns the exit code.
+    """Does what a command line asks for, and returns the exit code.
 
     Args:
-        train: called with the settings and the mesh; under --multirun once for each job.
-        argv: the arguments without the program's name.
-    A mistake of the user's is printed once on each node, without a traceback, and gives EXIT_CODE.
+        train: called with settings and mesh; under --multirun once for each job.
+        argv: the arguments, without the program's name.
+
+    A UserError is printed once on each node, without a traceback, and gives EXIT_CODE. Others come out as they are.
     """
     try:
-        return _run(train, argv)
+        _run(train, argv)
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # a file may be missing on a node that rank 0 is not on
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # on each node: a file may be missing where rank 0 is not
             print(error, file=sys.stderr)
         return EXIT_CODE
+    return 0
 
 
 def load(argv: Sequence[str]) -> tuple[PPOConfig, MeshSpec]:
-    """The settings and the mesh of a command line, checked against each other.
+    """The settings and the mesh of a command line, checked alone and against each other; Hydra's flags are ignored.
 
-    Raises UserError (ConfigError, MeshError) with every problem.
+    Raises ConfigError or MeshError with every problem.
     """
+    arguments = replace(sort_arguments(argv), flags=())
     loaded: list[tuple[PPOConfig, MeshSpec]] = []
-    _with_hydra(split(argv), lambda config, mesh: loaded.append((config, mesh)))
-    return loaded[-1]
+    _compose(arguments, lambda settings: loaded.append(_checked(settings, arguments)))
+    return loaded[0]
 
 
-def split(argv: Sequence[str]) -> Arguments:
-    """Sorts a command line, in which flags and overrides may stand in any order."""
-    own: dict[str, Path] = {}
-    overrides: list[str] = []
-    flags: list[str] = []
-    rest = list(argv)
-    while rest:
-        token = rest.pop(0)
-        name, equals, value = token.partition("=")
-        if not token.startswith("-"):
-            overrides.append(token)
-        elif name in _OWN_FLAGS or _HYDRA_FLAGS.get(name, False):
-            if not equals and not rest:
-                raise ConfigError(f"{COMMAND_LINE}: {name} needs a value")
-            value = value if equals else rest.pop(0)
-            if name in _OWN_FLAGS:
-                own[name] = Path(value)
-            else:
-                flags += [name, value]
-        elif token in _HYDRA_FLAGS or name == "--info":
-            flags.append(token)
-            if token in ("--info", "-i") and rest and rest[0] in _INFO_TOPICS:
-                flags.append(rest.pop(0))
-        else:
-            raise ConfigError(f"{COMMAND_LINE}: {token}: {_flag_remedy(name)}")
-    for override in overrides:
-        if "=" not in override and not override.startswith("~"):
-            raise ConfigError(f"{COMMAND_LINE}: {override}: neither a flag nor setting=value")
-    mesh = tuple(override for override in overrides if _MESH_OVERRIDE.match(override))
-    return Arguments(
-        config=own.get("--config", DEFAULT_CONFIG),
-        device_mesh=own.get("--device_mesh"),
-        mesh_overrides=mesh,
-        overrides=tuple(override for override in overrides if override not in mesh),
-        flags=tuple(flags),
-    )
-
-
-def _flag_remedy(name: str) -> str:
-    if name in _REPLACED_FLAGS:
-        return "not used here; give the whole path with --config FILE"
-    close = difflib.get_close_matches(name, (*_OWN_FLAGS, *_HYDRA_FLAGS), n=1)
-    return "unknown flag; " + (f"did you mean {close[0]}?" if close else "train_ppo.py --help lists them")
-
-
-def _run(train: Train, argv: Sequence[str]) -> int:
-    arguments = split(argv)
-    flags = set(arguments.flags)
-    torchrun = "RANK" in os.environ
-    if flags & {"--help", "-h"}:
-        if _is_rank_0():
-            print(help_text())
-        return 0
-    if flags & set(_SHOW_FLAGS):
-        if _is_rank_0():
-            if flags & {"--cfg", "-c"}:  # what is shown is what would run
-                _with_hydra(Arguments(**(vars(arguments) | {"flags": ()})), lambda config, mesh: None)
-            _call_hydra(lambda settings: None, arguments)
-        return 0
-    if torchrun and flags & {"--multirun", "-m"}:
+def _run(train: Train, argv: Sequence[str]) -> None:
+    arguments = sort_arguments(argv)
+    if arguments.has(HELP) or arguments.has(SHOW):
+        if os.environ.get("RANK", "0") == "0":
+            _show(arguments)
+        return
+    if arguments.has(MULTIRUN) and "RANK" in os.environ:
         raise ConfigError(
-            f"{COMMAND_LINE}: --multirun runs in one process, and this is torchrun; loop in the shell instead: "
-            "for lr in 1e-6 1e-5; do torchrun ... train_ppo.py actor.optim.lr=$lr trainer.experiment_name=lr-$lr; done"
+            f"{COMMAND_LINE}: --multirun: runs its jobs in one process, and this is one of torchrun's; loop in the "
+            "shell instead: for lr in 1e-6 1e-5; do torchrun ... train_ppo.py ... actor.optim.lr=$lr "
+            "trainer.experiment_name=lr-$lr; done"
         )
 
-    def start(config: PPOConfig, mesh: MeshSpec) -> Any:
+    def start(settings: DictConfig) -> Any:
+        config, mesh = _checked(settings, arguments)
         if os.environ.get("WORLD_SIZE", "1") == "1":
             refuse_one_process(mesh, argv)
         return train(config, mesh)
 
-    _with_hydra(arguments, start)
-    return 0
+    _compose(arguments, start)
 
 
-def _is_rank_0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def _show(arguments: Arguments) -> None:
+    """--help, and Hydra's flags that print."""
+    if arguments.has(HELP):
+        print(help_text())
+        return
+    if arguments.has(CFG):  # what no run would take is not shown either
+        _compose(replace(arguments, flags=()), lambda settings: _filled(settings, _places()))
+    _compose(arguments, lambda settings: None)
 
 
-def _with_hydra(arguments: Arguments, use: Train) -> None:
-    """Composes, checks and calls `use`: once, or under --multirun for each job."""
-    started = False
-    errors: list[UserError] = []
+def _compose(arguments: Arguments, task: Callable[[DictConfig], Any]) -> None:
+    """Calls `task` with the composed settings: once, or under --multirun for each job.
 
-    def task(settings: DictConfig) -> Any:
-        nonlocal started
-        started = True  # what goes wrong from here on does not come from the composition
+    Raises UserError for what cannot be composed, and what `task` raises.
+    """
+    mistakes: list[UserError] = []
+    failures: list[Exception] = []
+
+    def guarded(settings: DictConfig) -> Any:
         try:
-            return use(*_finish(settings, arguments))
-        except UserError as error:  # passed around Hydra, which would print it too
-            errors.append(error)
-            return None
+            return task(settings)
+        except UserError as mistake:  # passed around Hydra, which would print lines of its own
+            job = f"job {HydraConfig.get().job.num}: " if _is_multirun() else ""
+            mistakes.append(type(mistake)(*(job + problem for problem in mistake.problems)))
+        except Exception as failure:
+            failures.append(failure)
+            raise
 
     try:
-        _call_hydra(task, arguments)
-    except (HydraException, OmegaConfBaseException) as error:
-        if started:
+        _call_hydra(guarded, arguments)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+        if error in failures:  # then it is the task's own
             raise
         raise _explained(error) from None
-    if errors:
-        raise errors[0] if len(errors) == 1 else UserError(*(text for error in errors for text in error.problems))
+    if len(mistakes) == 1:
+        raise mistakes[0]
+    if mistakes:
+        raise UserError(*(problem for mistake in mistakes for problem in mistake.problems))
+
+
+def _checked(settings: DictConfig, arguments: Arguments) -> tuple[PPOConfig, MeshSpec]:
+    """Everything is checked here that needs no model, no data and no other process."""
+    places = _places()
+    filled = _filled(settings, places)
+    plain = OmegaConf.to_container(filled)
+    assert isinstance(plain, dict)
+    filled.device_mesh, mesh = read_mesh(plain["device_mesh"], arguments, places)
+    if _is_multirun():  # a folder for each job, named for what varies
+        filled.trainer.run_dir = HydraConfig.get().runtime.output_dir
+    missing = sorted(OmegaConf.missing_keys(filled))
+    if missing:
+        raise ConfigError(*(f"{name}: required; set {name}=VALUE" for name in missing))
+    config = OmegaConf.to_object(filled)
+    assert isinstance(config, PPOConfig)
+    if config.debug.collapse_mesh:
+        mesh = collapse(mesh)
+    refuse_unsupported(mesh)
+    wrong = problems(config, {role: entry.data_parallel_size for role, entry in mesh.roles.items()})
+    if wrong:
+        raise ConfigError(
+            *(f"{places(re.split('[=:,]', problem)[0])}: {problem}".removeprefix(": ") for problem in wrong)
+        )
+    return config, mesh
+
+
+def _is_multirun() -> bool:
+    return HydraConfig.get().mode is RunMode.MULTIRUN
+
+
+def _filled(settings: DictConfig, places: Places) -> DictConfig:
+    """The composed values as a structured PPOConfig; names and types are right, required ones may still be missing."""
+    try:
+        values = OmegaConf.to_container(settings, resolve=True)
+    except OmegaConfBaseException as error:  # an interpolation
+        name = error.full_key or ""
+        raise ConfigError(f"{places(name)}: {name}: {_first_line(error)}") from None
+    assert isinstance(values, dict)
+    filled, wrong = fill({str(key): value for key, value in values.items()}, places)
+    if wrong:
+        raise ConfigError(*wrong)
+    return filled
 
 
 def _call_hydra(task: Callable[[DictConfig], Any], arguments: Arguments) -> None:
-    """hydra.main on these arguments. Errors come out whole: Hydra would shorten the traceback and exit."""
-    if not arguments.config.is_file():
-        raise ConfigError(f"{COMMAND_LINE}: --config {arguments.config}: no such file in {Path.cwd()}")
-    if arguments.config.suffix != ".yaml":
-        raise ConfigError(f"{COMMAND_LINE}: --config {arguments.config}: Hydra reads files named *.yaml; rename it")
+    """hydra.main on these arguments. Errors come out as they are: Hydra alone would print a part of them and exit."""
+    config = arguments.config
+    if config.suffix != ".yaml":
+        raise ConfigError(f"{COMMAND_LINE}: --config {config}: Hydra reads files that end in .yaml; rename it")
+    root, wrong = read(read_text(config, f"{COMMAND_LINE}: --config"), shown(config))
+    if root is not None and not isinstance(root.value, dict | None):
+        wrong.append(f"{root.place}: settings have names and values, and this is {root}")
+    if wrong:
+        raise ConfigError(*wrong)
     _store_primary(arguments)
-    command = [sys.argv[0], *arguments.overrides, *arguments.flags]
-    with _replaced(sys.argv, command), _environment({"HYDRA_FULL_ERROR": "1"}):
-        hydra.main(config_path=str(arguments.config.parent.absolute()), config_name=_PRIMARY, version_base="1.3")(task)()
+    with _hydras_view([*arguments.overrides, *arguments.config_dir, *arguments.flags]) as restore_argv:
+
+        def with_argv(settings: DictConfig) -> Any:
+            restore_argv()
+            return task(settings)
+
+        hydra.main(config_path=str(config.parent.absolute()), config_name=_PRIMARY, version_base="1.3")(with_argv)()
+
+
+def _store_primary(arguments: Arguments) -> None:
+    """Puts into Hydra's store what it starts from: the defaults of PPOConfig, then the user's file, and Hydra's own
+    settings such that it writes nothing, changes no folder, and under --multirun only makes the jobs' run folders."""
+    multirun = arguments.has(MULTIRUN)
+    fixed = [override.key_or_group for override in _parsed(arguments.overrides) if not override.is_sweep_override()]
+    store = ConfigStore.instance()
+    defaults = OmegaConf.to_container(OmegaConf.structured(PPOConfig), enum_to_str=True)
+    assert isinstance(defaults, dict)
+    store.store(_DEFAULTS, defaults)
+    primary = {
+        "defaults": [
+            _DEFAULTS,
+            "_self_",
+            arguments.config.stem,
+            {"override hydra/job_logging": "none"},
+            {"override hydra/hydra_logging": "default" if multirun else "none"},
+        ],
+        "hydra": {
+            "searchpath": [f"file://{CONFIGS}"],
+            "output_subdir": None,
+            "run": {"dir": "."},
+            "sweep": {"dir": "${trainer.run_dir}", "subdir": "${hydra.job.override_dirname}"},
+            "job": {"name": "train_ppo", "chdir": False, "config": {"override_dirname": {"exclude_keys": fixed}}},
+        },
+    }
+    store.store(_PRIMARY, primary)
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise ConfigError(f"{COMMAND_LINE}: {error.override}: {_first_line(error)}") from None
+
+
+def _places() -> Places:
+    """To be called while Hydra runs the task."""
+    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    assert isinstance(given, list)
+    overrides = [str(override) for override in given]
+    loader = GlobalHydra.instance().config_loader()
+    folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
+    composed = loader.compute_defaults_list(_PRIMARY, overrides, RunMode.RUN).defaults
+    files = [
+        (file, default.package or "")
+        for default in composed
+        for folder in folders
+        if (file := folder / f"{default.config_path}.yaml").is_file()
+    ]
+    keys = [override.key_or_group for override in _parsed(overrides)]
+    return Places(keys, files, fallback="")
+
+
+def _explained(error: Exception) -> ConfigError:
+    """What went wrong while Hydra composed, in a line."""
+    cause = error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+        return ConfigError(unknown(cause.full_key, COMMAND_LINE))
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return ConfigError(f"{shown(Path(mark.name))}:{mark.line + 1}: not valid YAML: {error.problem}")
+    text = str(error).partition("\nConfig search path:")[0].replace(_PRIMARY, COMMAND_LINE)
+    return ConfigError(" ".join(text.split()))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+@contextlib.contextmanager
+def _hydras_view(arguments: Sequence[str]) -> Iterator[Callable[[], None]]:
+    """sys.argv as Hydra is to see it, and its variable that lets exceptions through. Gives what restores sys.argv."""
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+
+    def restore_argv() -> None:
+        sys.argv = argv
+
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [argv[0], *arguments], "1"
+    try:
+        yield restore_argv
+    finally:
+        restore_argv()
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error

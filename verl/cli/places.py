@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from verl.errors import ConfigError
 from verl.mesh.document import Node, read
 
 COMMAND_LINE = "command line"
@@ -16,6 +17,15 @@ def shown(path: Path) -> str:
     """A path as a message gives it: relative where it lies below the working directory."""
     absolute = path.absolute()
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+
+def read_text(path: Path, named_by: str) -> str:
+    """The text of a file that the user named. Raises ConfigError that starts with `named_by`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{named_by}: {path}: {reason} (working directory: {Path.cwd()})") from None
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Places:
     """What to say of a setting found nowhere: it is a default, or an interpolation made it."""
 
     def __call__(self, name: str) -> str:
-        """"file:line" or "command line", of the source that won."""
+        """ "file:line" or "command line", of the source that won."""
         if any(name == key or name.startswith(f"{key}.") for key in self.keys):
             return COMMAND_LINE
         depth, place = 0, self.fallback

@@ -29,12 +29,14 @@ def fill(values: dict[str, Any], place: Place) -> tuple[DictConfig, list[str]]:
         values: nested settings, interpolations resolved.
         place: tells where a setting is written.
     Returns:
-        A structured PPOConfig, whole only if there are no problems; and the problems.
+        A structured PPOConfig, in which required settings may still be missing; and the problems.
     """
     settings = OmegaConf.structured(PPOConfig)
     problems: list[str] = []
     _fill(settings, PPOConfig, values, "", place, problems)
-    problems += [f"{place(name)}: {name}: required; set {name}=VALUE" for name in sorted(OmegaConf.missing_keys(settings))]
+    problems += [
+        f"{place(name)}: {name}: required; set {name}=VALUE" for name in sorted(OmegaConf.missing_keys(settings))
+    ]
     return settings, problems
 
 
@@ -43,7 +45,7 @@ def unknown(name: str, place: str) -> str:
     key = name.rpartition(".")[2]
     same = [known for known in _NAMES if known.rpartition(".")[2] == key]
     close = same or difflib.get_close_matches(shorten(name), _NAMES, n=3)
-    remedy = f"did you mean {' or '.join(close)}?" if close else "train_ppo.py --help lists all"
+    remedy = f"did you mean {', '.join(close)}?" if close else "train_ppo.py --help lists all"
     return f"{place}: {shorten(name)}: unknown setting; {remedy}"
 
 

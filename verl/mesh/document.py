@@ -74,7 +74,7 @@ def read(text: str, source: str, *, numbered: bool = True) -> tuple[Node | None,
     except yaml.YAMLError as error:  # a character that YAML forbids: no mark, and a message of several lines
         return None, [f"{source}: not valid YAML: {' '.join(str(error).split())}"]
     except _Refused as refusal:
-        return None, [str(refusal)]
+        return None, [*reader.problems, str(refusal)]
     except RecursionError:
         return None, [f"{source}: nested too deeply to be read"]
 
@@ -141,6 +141,8 @@ class _Reader:
         place = self.place(node.start_mark)
         if id(node) in self._open:
             raise _Refused(f"{place}: this value contains itself; an alias may not stand inside its own anchor")
+        if node.tag not in (_TAG + "map", _TAG + "seq", _TAG + "str", self._implicit_tag(node)):
+            raise _Refused(f"{place}: the tag {node.tag.removeprefix(_TAG)} is not read; write the value alone")
         self._open.add(id(node))
         if isinstance(node, yaml.MappingNode):
             converted = branch(self._mapping(node), place)
@@ -187,16 +189,16 @@ class _Reader:
                 self.problems.append(f"{self.place(source.start_mark)}: << merges mappings, not {converted}")
         return entries
 
+    def _implicit_tag(self, node: yaml.Node) -> str:
+        """The tag of a value that is written without one."""
+        plain = isinstance(node, yaml.ScalarNode) and node.style is None
+        return self._scalars.resolve(type(node), node.value, (plain, not plain))
+
     def _scalar(self, node: yaml.ScalarNode, place: str) -> Node:
         text: str = node.value
-        plain = node.style is None
-        implicit = self._scalars.resolve(yaml.ScalarNode, text, (plain, not plain))
-        if node.tag not in (implicit, _TAG + "str"):
-            self.problems.append(f"{place}: the tag {node.tag.removeprefix(_TAG)} is not read; write the value alone")
-            return Node(None, place)
-        kind = node.tag.removeprefix(_TAG)
         sexagesimal = ":" in text  # YAML 1.1 reads 10:3 as 603; here it is device 3 of node "10"
-        if kind in ("null", "bool", "int", "float") and len(text) <= _LONGEST_NUMBER and not sexagesimal:
+        kinds = (_TAG + "null", _TAG + "bool", _TAG + "int", _TAG + "float")
+        if node.tag in kinds and len(text) <= _LONGEST_NUMBER and not sexagesimal:
             try:
                 return Node(self._scalars.construct_object(node), place, text)
             except ValueError:  # such as 0b_

@@ -51,7 +51,7 @@ class HeadedModel(nn.Module):
         if self.head is Head.lm:
             weight = self.hf.get_output_embeddings().weight
             return TokenOutputs(*token_logprobs(hidden, weight, batch.targets, temperature, self.chunk_tokens, self.softcap))
-        return TokenOutputs(self.score(hidden.float()).squeeze(-1))
+        return TokenOutputs(self.score(hidden.float()).squeeze(-1).clone())  # FSDP hooks dislike views
 
     @property
     def score(self) -> nn.Linear:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 SUM, WEIGHT, MAX, MIN = range(4)
-EMPTY = (0.0, 0.0, -torch.inf, torch.inf)
 
 
 class Metrics:
@@ -72,7 +71,8 @@ class Metrics:
     @staticmethod
     def from_json(raw: bytes) -> Metrics:
         metrics = Metrics()
-        metrics._rows = {name: (kind, _row(values)) for name, (kind, values) in json.loads(raw).items()}
+        for name, (kind, row) in json.loads(raw).items():
+            metrics._put(name, kind, torch.tensor(row, dtype=torch.float64))
         return metrics
 
     def _filled(self) -> dict[str, tuple[str, list[float]]]:
@@ -82,19 +82,13 @@ class Metrics:
     def _add(self, name: str, kind: str, values: Tensor | float, weights: Tensor | float | None = None) -> None:
         x = torch.as_tensor(values, dtype=torch.float64).detach()
         w = torch.as_tensor(1.0 if weights is None else weights, dtype=torch.float64, device=x.device).expand_as(x)
+        if not x.numel():
+            return
         kept = w != 0
-        row = _row(EMPTY, x.device)
-        if x.numel():
-            # selected, not multiplied: 0 * NaN is NaN
-            row = torch.stack(
-                [
-                    torch.where(kept, x * w, 0.0).sum(),
-                    w.sum(),
-                    torch.where(kept, x, -torch.inf).max(),
-                    torch.where(kept, x, torch.inf).min(),
-                ]
-            )
-        self._put(name, kind, row)
+        # selected, not multiplied: 0 * NaN is NaN
+        total = torch.where(kept, x * w, 0.0).sum()
+        largest, smallest = torch.where(kept, x, -torch.inf).max(), torch.where(kept, x, torch.inf).min()
+        self._put(name, kind, torch.stack([total, w.sum(), largest, smallest]))
 
     def _absorb(self, other: Metrics) -> Metrics:
         for name, (kind, row) in other._rows.items():
@@ -114,7 +108,3 @@ def _combined(a: Tensor, b: Tensor) -> Tensor:
     device = b.device if a.device.type == "cpu" else a.device
     a, b = a.to(device), b.to(device)
     return torch.cat([a[:MAX] + b[:MAX], torch.maximum(a, b)[MAX:MIN], torch.minimum(a, b)[MIN:]])
-
-
-def _row(values: Iterable[float], device: torch.device | None = None) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""The run on the screen: one live line on a terminal, one plain line a step anywhere else."""
+"""The run on the screen: a plain line a step, and below them, on a terminal, one live line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Progress:
         self._total, self._done, self._enabled = total_steps, done, enabled
         self._clock, self._at = clock, clock()
         self._step_seconds: deque[float] = deque(maxlen=ETA_STEPS)
-        self._figures: list[str] = []
         self._stage: str | None = None
         self._console = console or terminal()
         self._live: Live | None = None
@@ -70,11 +69,7 @@ class Progress:
         if step > self._done:
             self._step_seconds.append((now - self._at) / (step - self._done))
         self._done, self._at = step, now
-        self._figures = _figures(metrics)
-        if self._live:
-            self._live.refresh()
-        elif self._enabled:
-            self._console.print(" | ".join([f"step {self._count()}", *self._figures, *self._eta()]))
+        self.note(" | ".join([f"step {self._count()}", *_figures(metrics), *self._eta()]))
 
     def stage(self, name: str | None) -> None:
         """The stage that the run is in now: a listener for `Stages`."""
@@ -83,19 +78,20 @@ class Progress:
             self._live.refresh()
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """A line that stays; the live line is drawn anew below it."""
         if self._enabled:
             self._console.print(text)
+        if self._live:
+            self._live.refresh()
 
     def _line(self) -> Text:
         full, empty = ("━", "─") if "utf" in self._console.encoding else ("#", "-")
         filled = BAR_WIDTH * self._done // max(self._total, 1)
-        stage = [f"> {self._stage}"] if self._stage else []
         line = Text(no_wrap=True, overflow="crop")
         line.append(full * filled, "green").append(empty * (BAR_WIDTH - filled), "dim")
         line.append(f" {self._count()}", "bold")
-        for figure in [*self._eta(), *stage, *self._figures]:
-            line.append(" | ", "dim").append(figure)
+        for part in [*self._eta(), *([self._stage] if self._stage else [])]:
+            line.append(" | ", "dim").append(part)
         return line
 
     def _count(self) -> str:

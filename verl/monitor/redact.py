@@ -28,8 +28,20 @@ def redact(value: Any) -> Any:
     return _URL_LOGIN.sub(REDACTED, value) if isinstance(value, str) else value
 
 
+def redact_argument(argument: str) -> str:
+    """A command-line argument such as `a.api_key=...` or `a={api_key: ...}`, cut off after a secret's key."""
+    for key in re.finditer(r"([\w.+-]+)[\"']?\s*[:=]", argument):
+        if _SECRET.search(_words(key[1])) or _TOKEN.search(_words(key[1])):
+            return argument[: key.end()] + REDACTED
+    return redact(argument)
+
+
+def _words(key: str) -> str:
+    return re.sub(r"[-.+]", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key)).lower()
+
+
 def _redact_entry(key: str, value: Any) -> Any:
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).replace("-", "_").replace(".", "_").lower()
+    words = _words(key)
     if value is None or isinstance(value, bool):
         return value
     if _SECRET.search(words):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, filter_trackers, get_available_trackers
 from accelerate.utils import LoggerType
 
-from verl.monitor.redact import redact
+from verl.monitor.redact import redact, redact_argument
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -67,7 +69,8 @@ class Trackers:
             else:
                 self._trackers.append(tracker(project, **options.get(name, {})))
         for tracker in self._trackers:
-            tracker.start()
+            with _redacted_command_line():
+                tracker.start()
             tracker.store_init_configuration(flatten(redact(dict(config))))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -96,6 +99,17 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int
 
 
 _PACKAGES = {"comet_ml": "comet-ml", "aim": "'aim<4'"}
+
+
+@contextmanager
+def _redacted_command_line() -> Iterator[None]:
+    """wandb and others record sys.argv when they start, and overrides may hold secrets."""
+    arguments = sys.argv
+    sys.argv = [redact_argument(argument) for argument in arguments]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def _adopt_process_group() -> None:

@@ -21,7 +21,7 @@ from verl.rewards.latex import boxed_answer, normalize_answer
 NUMBER = re.compile(
     r"(?:(?<![\w.)\]}])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\w.])\.\d+)", re.ASCII
 )
-GSM8K_ANSWER = re.compile(r"####\s*\$?\s*(" + NUMBER.pattern + r")", re.ASCII)
+GSM8K_ANSWER = re.compile(r"####\s*(?:\$\s*)?(" + NUMBER.pattern + r")", re.ASCII)
 
 
 def last_number(

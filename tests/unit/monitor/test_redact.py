@@ -3,7 +3,7 @@ from dataclasses import asdict
 import pytest
 
 from verl.config import PPOConfig
-from verl.monitor.redact import REDACTED, redact
+from verl.monitor.redact import REDACTED, redact, redact_argument
 from verl.monitor.trackers import flatten
 
 pytestmark = pytest.mark.timeout(60)
@@ -26,6 +26,20 @@ def test_secrets_are_hidden_wherever_they_lie(key):
 def test_numbers_under_a_password_are_hidden_and_logins_in_urls():
     hidden = redact({"password": 12345, "urls": ["https://bob:hunter2@host:8080/x?y=a@b", "https://host/x@y"]})
     assert hidden == {"password": REDACTED, "urls": [f"https://{REDACTED}@host:8080/x?y=a@b", "https://host/x@y"]}
+
+
+@pytest.mark.parametrize("key", SECRETS.split())
+@pytest.mark.parametrize("form", ["+a.{}=", "a={{b:1,{}:", "a={{'{}': ", "--{}="])
+def test_command_lines_lose_what_follows_a_secret_key(key, form):
+    before = form.format(key)
+    for value in ("hunter2", "[hunter2, hunter2]", "'hunter2 hunter2'"):
+        assert redact_argument(before + value).removesuffix(REDACTED).rstrip() == before.rstrip()
+
+
+def test_other_arguments_stay():
+    arguments = ["train_ppo.py", "--config", "configs/ppo.yaml", "actor.optim.lr=1e-6", "data.train_files=[a.jsonl,b]"]
+    assert [redact_argument(argument) for argument in arguments] == arguments
+    assert redact_argument("x.url=https://bob:hunter2@host/") == f"x.url=https://{REDACTED}@host/"
 
 
 def test_no_setting_of_ours_is_taken_for_a_secret():

@@ -69,6 +69,7 @@ def events(folder):
     return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
+@pytest.mark.dist
 def test_under_torchrun_the_process_group_is_ours_and_rank_0_writes(tmp_path):
     script, run_dir = tmp_path / "worker.py", tmp_path / "run"
     script.write_text(WORKER)
@@ -132,6 +133,9 @@ def test_a_tracker_registered_with_accelerate_is_driven(tmp_path, monkeypatch):
         def tracker(self):
             return None
 
+        def start(self):
+            calls.append(("argv", sys.argv))
+
         def store_init_configuration(self, values):
             calls.append(("config", values))
 
@@ -142,13 +146,16 @@ def test_a_tracker_registered_with_accelerate_is_driven(tmp_path, monkeypatch):
             calls.append(("finish",))
 
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mine", Mine)
+    monkeypatch.setattr(sys, "argv", ["train_ppo.py", "reward.function.kwargs.api_key=hunter2"])
     config = {"hf_token": "hunter2", "actor": {"betas": [0.9, 0.999]}}
     run = Trackers(["mine", "mine"], tmp_path, project="p", experiment="e", config=config)
     run.log(3, {"x": 1.0})
     run.close()
     assert calls == [
         ("project", "p"),
+        ("argv", ["train_ppo.py", "reward.function.kwargs.api_key=<redacted>"]),
         ("config", {"hf_token": "<redacted>", "actor.betas": "[0.9, 0.999]"}),
         ("log", 3, {"x": 1.0}),
         ("finish",),
     ]
+    assert sys.argv[1].endswith("hunter2")

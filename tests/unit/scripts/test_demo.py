@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow
@@ -12,7 +15,9 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
-from scripts.demo import launch_command, result_table, run_folder, train
+from scripts.demo import launch_command, main, result_table, run_folder, train
+from verl.cli.command_line import load
+from verl.config import Resume
 from verl.monitor.names import SAMPLES_PER_SECOND, STEP_SECONDS, STEP_TOKENS, VALIDATION_SCORE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,6 +39,16 @@ def test_the_line_has_the_two_flags_and_the_overrides() -> None:
     assert "total_training_steps" not in " ".join(launch_command(0, None, 2))
 
 
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_train_ppo_understands_the_line(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config, mesh = load(launch_command(num_gpus, 3, 2)[4:])
+    assert (config.trainer.total_training_steps, config.trainer.seed) == (3, 2)
+    assert config.trainer.run_dir == str(run_folder(3, 2))
+    assert config.trainer.resume is Resume.never
+    assert len(mesh.roles["rollout"].devices) == (1 if num_gpus == 1 else 2)
+
+
 def test_a_short_run_and_another_seed_have_folders_of_their_own() -> None:
     assert len({run_folder(steps, seed) for steps in (None, 3, 4) for seed in (1, 2)}) == 6
 
@@ -50,9 +65,9 @@ def test_the_table_says_what_came_of_it(tmp_path: Path) -> None:
     val_file = tmp_path / "val.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["?"] * 41}), val_file)
     table = result_table(tmp_path, val_file, train_seconds=75.4, setup_seconds=130)
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))
-    console.print(table)
-    rows = dict(line.split("│")[1:3] for line in console.export_text().splitlines() if line.count("│") == 3)
+    written = io.StringIO()
+    Console(width=200, file=written).print(table)
+    rows = dict(line.split("│")[1:3] for line in written.getvalue().splitlines() if line.count("│") == 3)
     rows = {name.strip(): value.strip() for name, value in rows.items()}
     assert rows["validation reward before"].startswith("0.25")
     assert rows["validation reward after"].startswith("0.9625")
@@ -70,6 +85,21 @@ def test_a_failed_training_is_raised() -> None:
         train([sys.executable, "-c", "raise SystemExit(3)"])
 
 
+def test_training_ends_with_the_demo(tmp_path: Path) -> None:
+    training = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()) + ' '); time.sleep(100)"
+    program = f"import sys; from scripts.demo import train; train([sys.executable, '-c', {training!r}])"
+    demo = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith(" ")):
+            assert demo.poll() is None
+            time.sleep(0.05)
+        demo.terminate()
+        assert demo.wait(60) == 128 + signal.SIGTERM
+    finally:
+        demo.kill()
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [(["STEPS=3", "SEED=2"], "demo.sh --steps 3 --seed 2"), ([], "demo.sh --seed 1")],
@@ -79,8 +109,8 @@ def test_make_demo_passes_steps_and_seed(words: list[str], expected: str) -> Non
     assert " ".join(shown.split()).endswith(expected)
 
 
-def test_zero_steps_are_refused() -> None:
-    command = [sys.executable, ROOT / "scripts" / "demo.py", "--steps", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2
-    assert "--steps 0: at least 1" in done.stderr
+def test_zero_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--steps", "0"])
+    assert stopped.value.code == 2
+    assert "--steps 0: at least 1" in capsys.readouterr().err

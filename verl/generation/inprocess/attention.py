@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from verl.errors import UserError
 from verl.generation.inprocess.cache import KVCache
 
 NAME = "verl_ragged"
@@ -123,12 +124,12 @@ def attention(
     """Hugging Face's attention interface. Left unused: dropout and what only other kernels read.
 
     Raises:
-        ValueError: for a variant of attention that would be computed wrongly here.
+        UserError: for a variant of attention that would be computed wrongly here.
     """
     variants = {"softcap": softcap, "s_aux (attention sinks)": s_aux, "position_bias": position_bias}
     for name, value_given in variants.items():
         if value_given is not None:
-            raise ValueError(
+            raise UserError(
                 f"{type(module).__name__} uses {name}, which rollout.backend=torch does not compute: "
                 "use rollout.backend=vllm for this model"
             )

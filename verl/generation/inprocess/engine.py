@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from verl.errors import UserError
 from verl.generation.inprocess.batch import Batch
 from verl.generation.inprocess.cache import KVCache
 from verl.generation.inprocess.model import build_model, longest_sequence
@@ -41,7 +42,7 @@ class TorchEngine:
         on_progress: Callable[[], None],
     ) -> None:
         if max_num_seqs < 1:
-            raise ValueError(f"rollout.max_num_seqs is {max_num_seqs}; it must be at least 1")
+            raise UserError(f"rollout.max_num_seqs is {max_num_seqs}; it must be at least 1")
         self._path = model_path
         self._model = build_model(model_path, dtype, device, trust_remote_code)
         self._longest = longest_sequence(self._model.config)
@@ -62,7 +63,7 @@ class TorchEngine:
 
         Raises:
             RuntimeError: before the first `load`, and after `close`.
-            ValueError: for requests or settings that cannot be served.
+            UserError: for requests or settings that cannot be served.
         """
         if self._version is None:
             raise RuntimeError("generate before load: the engine has no weights yet (or was closed)")
@@ -92,13 +93,13 @@ class TorchEngine:
 
     def _check_requests(self, requests: Sequence[Request], sampling: Sampling) -> None:
         if len({request.row for request in requests}) != len(requests):
-            raise ValueError("two requests have the same row, which names the sample")
+            raise UserError("two requests have the same row, which names the sample")
         for request in requests:
             length = len(request.prompt_ids)
             if length == 0:
-                raise ValueError(f"the prompt of row {request.row} is empty; a model needs one token to start from")
+                raise UserError(f"the prompt of row {request.row} is empty; a model needs one token to start from")
             if self._longest is not None and length + sampling.max_tokens > self._longest:
-                raise ValueError(
+                raise UserError(
                     f"row {request.row}: {length} prompt tokens and up to {sampling.max_tokens} response tokens exceed "
                     f"the {self._longest} tokens of {self._path}: lower data.max_prompt_length or "
                     "data.max_response_length"
@@ -107,10 +108,10 @@ class TorchEngine:
 
 def _check_sampling(sampling: Sampling) -> None:
     if sampling.temperature < 0:
-        raise ValueError(f"rollout.temperature is {sampling.temperature}; it must be 0 (greedy) or more")
+        raise UserError(f"rollout.temperature is {sampling.temperature}; it must be 0 (greedy) or more")
     if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"rollout.top_p is {sampling.top_p}; it must be above 0 and at most 1 (off)")
+        raise UserError(f"rollout.top_p is {sampling.top_p}; it must be above 0 and at most 1 (off)")
     if sampling.top_k < 0:
-        raise ValueError(f"rollout.top_k is {sampling.top_k}; it must be 0 (off) or more")
+        raise UserError(f"rollout.top_k is {sampling.top_k}; it must be 0 (off) or more")
     if sampling.max_tokens < 1:
-        raise ValueError(f"data.max_response_length is {sampling.max_tokens}; it must be at least 1")
+        raise UserError(f"data.max_response_length is {sampling.max_tokens}; it must be at least 1")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from verl.errors import UserError
 from verl.generation.inprocess import attention
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -17,7 +18,7 @@ def build_model(path: str, dtype: torch.dtype, device: torch.device, trust_remot
     No checkpoint is read: the memory taken is one model, once.
 
     Raises:
-        ValueError: for an architecture that would not be computed rightly here.
+        UserError: for an architecture that would not be computed rightly here.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     _check_layer_types(config, path)
@@ -50,7 +51,7 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 def _check_layer_types(config: PretrainedConfig, path: str) -> None:
     unknown = set(config.to_dict().get("layer_types") or ()) - _LAYER_TYPES
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"{path} has layers of type {', '.join(sorted(unknown))}; rollout.backend=torch computes "
             f"{' and '.join(sorted(_LAYER_TYPES))}: use rollout.backend=vllm for this model"
         )
@@ -71,7 +72,7 @@ def _fill(model: PreTrainedModel, path: str) -> None:
         model._init_weights(module)  # Hugging Face's own way to give a module built on meta its values
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and bool(buffer.isnan().any()):
-            raise ValueError(
+            raise UserError(
                 f"buffer {name} of {path} is not initialised by {type(model).__name__}._init_weights, so it would be "
                 "left undefined: use rollout.backend=vllm for this model"
             )
@@ -100,7 +101,7 @@ def _check_attention(model: PreTrainedModel, path: str) -> None:
     model(input_ids=token, position_ids=token, use_cache=False, kv=kv)
     num_layers = model.config.get_text_config().num_hidden_layers
     if len(kv.layers) != num_layers:
-        raise ValueError(
+        raise UserError(
             f"{len(kv.layers)} of {num_layers} layers of {path} use Hugging Face's attention interface, which "
             "rollout.backend=torch builds on: use rollout.backend=vllm for this model"
         )

@@ -49,7 +49,7 @@ class VllmEngine:
         `on_progress`: called whenever it spoke. Raises MeshError where the options contradict each other.
         """
         arguments = llm_arguments(options)
-        environment = child_environment(os.environ, options.devices, options.threads)
+        environment = child_environment(os.environ, options)
         self._options = options
         self._weights = weights
         self._name = name
@@ -93,7 +93,7 @@ class VllmEngine:
         return self._weights.tensors()
 
     def load(self, version: int) -> None:
-        """Raises EngineError if it failed; as the weights may be mixed then, the engine is dead rather than use them."""
+        """Raises EngineError if it failed. The weights may be mixed then: the engine is dead rather than use them."""
         self._settle()
         self._version = None
         doing = f"loading weights of version {version}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import verl
 from verl.errors import MeshError
+from verl.generation.vllm.options import VllmOptions
 
 # torchrun's description of the rank: a vLLM that saw it could take itself for a part of the trainer's process group.
 _TORCHRUN = frozenset(
@@ -23,7 +24,7 @@ _OVERRIDES = frozenset({"VLLM_CPU_KVCACHE_SPACE"})
 
 _VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in the engine process itself, not in one more
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the engine process has threads, which a fork would lose
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with the trainer's ranks
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",  # all of a replica is on one machine
@@ -32,8 +33,8 @@ _VLLM = {
 }
 
 
-def child_environment(parent: Mapping[str, str], devices: Sequence[int], threads: int) -> dict[str, str]:
-    """What an engine process gets. `devices`: see `visible_devices`; none on the CPU. `threads`: of each worker."""
+def child_environment(parent: Mapping[str, str], options: VllmOptions) -> dict[str, str]:
+    """What an engine process gets, where its rank has `parent`."""
     environment = {
         name: value
         for name, value in parent.items()
@@ -43,9 +44,12 @@ def child_environment(parent: Mapping[str, str], devices: Sequence[int], threads
     inherited = parent.get("PYTHONPATH")
     environment |= _VLLM
     environment["PYTHONPATH"] = f"{package_root}{os.pathsep}{inherited}" if inherited else package_root
-    environment["OMP_NUM_THREADS"] = str(threads)
-    if devices:
-        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(devices, parent.get("CUDA_VISIBLE_DEVICES"))
+    environment["OMP_NUM_THREADS"] = str(options.threads)
+    if options.devices:
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(options.devices, parent.get("CUDA_VISIBLE_DEVICES"))
+    elif options.eager_on_cpu:
+        # What vLLM compiles even then, two small helpers of its sampler, costs half a minute and a C++ compiler.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
     return environment
 
 

@@ -37,6 +37,10 @@ class VllmOptions:
     """vLLM's own seed. Samples do not depend on it: every request brings its own."""
     trust_remote_code: bool = False
 
+    @property
+    def eager_on_cpu(self) -> bool:
+        return not self.devices and self.engine_kwargs.get("enforce_eager", True)
+
 
 def llm_arguments(options: VllmOptions) -> dict[str, Any]:
     """Arguments of vllm.LLM: the options, what this package relies on, and defaults that engine_kwargs may change."""

@@ -6,6 +6,7 @@ It is crash-only: whatever goes wrong is written to the log, told to the rank if
 from __future__ import annotations
 
 import faulthandler
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -57,6 +58,8 @@ class Server:
     def __init__(self, channel: Channel, outbox: Outbox, start: dict[str, Any]):
         from vllm import LLM
 
+        # It would try out the chat template, for which there is no tokenizer, and log a traceback.
+        logging.getLogger("vllm.renderers.base").addFilter(lambda record: record.levelno >= logging.ERROR)
         self._channel = channel
         self._outbox = outbox
         self._llm = LLM(**start["arguments"])
@@ -74,7 +77,6 @@ class Server:
             while not self._running or self._channel.poll(0):
                 message = self._channel.receive()
                 if message.kind == "quit":
-                    self._engine.engine_core.shutdown()
                     return
                 self._handle(message)
             if self._step() or time.monotonic() - told >= _PROGRESS_SECONDS:
@@ -113,12 +115,12 @@ class Server:
 
     def _generate(self, call: int, requests: list[Request], sampling: Sampling) -> None:
         assert self._version is not None, "no weights are loaded"
-        from vllm.inputs import TokensPrompt
+        from vllm.inputs.engine import tokens_input
 
         self._call = call
         for request in requests:
             name = f"{call}-{request.row}"
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+            prompt = tokens_input(list(request.prompt_ids))
             self._engine.add_request(name, prompt, _sampling_params(sampling, request.seed))
             self._running[name] = request.row
 
@@ -160,7 +162,7 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
 
 
 def _end_with_workers() -> None:
-    """If a tensor-parallel worker dies, so does this process, at once: vLLM takes ten seconds to notice by itself."""
+    """If a tensor-parallel worker dies, so does this process, at once: left to vLLM it takes ten seconds."""
     workers = multiprocessing.active_children()
     if not workers:
         return
@@ -192,14 +194,16 @@ def main() -> None:
         _end_with_workers()
         outbox.put(Message("ready"))
         server.run()
+        exit_code = 0
     except EOFError:
-        os._exit(0)  # the rank is gone
+        exit_code = 0  # the rank is gone
     except Exception as error:
         traceback.print_exc()
         outbox.put(Message("error", {"error": f"{type(error).__name__}: {error}"}))
-        outbox.flush()
-        os._exit(1)  # past vLLM's orderly end, which may hang; the workers die with this process
+        exit_code = 1
     outbox.flush()
+    # Past vLLM's own shutdown, which collects garbage for ten seconds. The workers die with this process.
+    os._exit(exit_code)
 
 
 if __name__ == "__mp_main__":

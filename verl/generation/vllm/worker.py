@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -25,6 +26,8 @@ class WeightLoader:
         buffer = WeightBuffer.open(path, layout_from_json(layout))
         self.verl_weights = buffer.tensors()
         buffer.close()
+        # It warns of every tied head and rotary embedding; what is truly missing is found in verl_load_weights.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def verl_load_weights(self) -> float:
         """Put this worker's part of the shared weights into its model. Returns the seconds that it took.

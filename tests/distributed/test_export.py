@@ -1,0 +1,182 @@
+"""Exports from sharded engines and from checkpoints, loaded by transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+
+from scripts.make_tiny_model import make_tiny_model
+from tests.support.engines import learnt, make_engines, train
+from tests.support.ranks import run_ranks
+from verl.engine.checkpoint import Checkpoints
+from verl.engine.export import export_checkpoint, export_hf
+from verl.errors import UserError
+from verl.flow.job import start_job
+from verl.model.packing import Sequences
+
+pytestmark = pytest.mark.dist
+
+LAYOUT = {"actor": (2, 1), "critic": (3,)}
+"""Rank 0 of the job serves no role."""
+IDS = torch.tensor([5, 77, 300, 12, 4, 9, 101])
+MAX_FILE_BYTES = 100_000
+
+
+@dataclass
+class Exported:
+    folder: Path
+    source: Path
+    learnt: dict[str, Tensor]
+    outputs: Tensor
+    """What the engine itself says of IDS: log-probs of all but the first token, or the values at each token."""
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoints" / "step_3"
+
+
+def train_and_export(models: dict[str, Path], folder: Path) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
+    job = start_job(stage_timeout=30, check_program=True)
+    engines = make_engines(job, LAYOUT, models)
+    train(engines, job.rank, 2)
+    Checkpoints(folder, 2, job).save(3, engines, {}, {})
+    results = {}
+    for role, engine in engines.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            out = folder / f"{role}_{dtype}"
+            export_hf(engine, out, models[role], job.board, dtype, MAX_FILE_BYTES)
+        shift = 1 if role == "actor" else 0
+        sequence = Sequences((IDS,), (shift,), (len(IDS) - shift,), shift)
+        results[role] = (learnt(engine), engine.forward(sequence).values)
+    job.close()
+    return results
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+    folder = tmp_path_factory.mktemp(request.param)
+    source = make_tiny_model(folder / "source", num_layers=2, tied=request.param == "tied")
+    GenerationConfig(eos_token_id=2, temperature=0.6, do_sample=True).save_pretrained(source)
+    _, by_actor, _, by_critic = run_ranks(4, train_and_export, {"actor": source, "critic": source}, folder)
+    return {
+        role: Exported(folder, source, *results[role]) for results, role in ((by_actor, "actor"), (by_critic, "critic"))
+    }
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as handle:
+            tensors |= {name: handle.get_tensor(name) for name in handle.keys()}
+    return tensors
+
+
+@torch.no_grad()
+def test_the_actor_is_a_causal_lm_with_the_engines_logprobs(exported: dict[str, Exported]) -> None:
+    actor = exported["actor"]
+    model, report = AutoModelForCausalLM.from_pretrained(actor.folder / "actor_torch.float32", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert model.dtype is torch.float32
+    logprobs = model(IDS[None]).logits[0, :-1].log_softmax(-1).gather(-1, IDS[1:, None])[:, 0]
+    torch.testing.assert_close(logprobs, actor.outputs, rtol=0, atol=1e-5)
+    untrained = AutoModelForCausalLM.from_pretrained(actor.source)
+    assert (untrained(IDS[None]).logits - model(IDS[None]).logits).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_the_logits_are_those_of_the_trained_parameters(exported: dict[str, Exported]) -> None:
+    actor = exported["actor"]
+    expected = AutoModelForCausalLM.from_pretrained(actor.source)
+    for name, parameter in expected.named_parameters():
+        parameter.copy_(actor.learnt[name])
+    model = AutoModelForCausalLM.from_pretrained(actor.folder / "actor_torch.float32")
+    assert torch.equal(model(IDS[None]).logits, expected(IDS[None]).logits)
+
+
+@torch.no_grad()
+def test_the_critic_is_a_sequence_classifier_with_the_engines_values(exported: dict[str, Exported]) -> None:
+    critic = exported["critic"]
+    folder = critic.folder / "critic_torch.float32"
+    model, report = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert model.config.num_labels == 1
+    for length in (1, 4, len(IDS)):
+        score = model(IDS[None, :length]).logits
+        torch.testing.assert_close(score.flatten(), critic.outputs[length - 1 : length], rtol=0, atol=1e-5)
+
+
+def test_bfloat16_is_the_rounded_model(exported: dict[str, Exported]) -> None:
+    for role in ("actor", "critic"):
+        folder = exported[role].folder / f"{role}_torch.bfloat16"
+        tensors = stored(folder)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, exported[role].learnt[name].bfloat16())
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_files_keep_to_the_limit_and_the_index_names_them(exported: dict[str, Exported]) -> None:
+    folder = exported["actor"].folder / "actor_torch.float32"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert {file.name for file in files} == set(index["weight_map"].values())
+    for file in files:
+        with safe_open(file, "pt") as handle:
+            sizes = [handle.get_tensor(name).nbytes for name in handle.keys()]
+            assert sum(sizes) <= MAX_FILE_BYTES or len(sizes) == 1
+            assert all(index["weight_map"][name] == file.name for name in handle.keys())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored(folder).values())
+    tied = json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    assert ("lm_head.weight" in index["weight_map"]) is not tied
+
+
+def test_tokenizer_and_generation_config_come_along(exported: dict[str, Exported], tmp_path: Path) -> None:
+    actor = exported["actor"]
+    export_checkpoint(actor.checkpoint, "actor", tmp_path / "out")
+    for folder in (actor.folder / "actor_torch.float32", tmp_path / "out"):
+        assert GenerationConfig.from_pretrained(folder).temperature == 0.6
+        chat = [{"role": "user", "content": "he is in the inn"}]
+        old, new = (
+            AutoTokenizer.from_pretrained(f).apply_chat_template(chat, tokenize=False) for f in (actor.source, folder)
+        )
+        assert new == old != ""
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_checkpoint_gives_the_same_folder_without_a_job(
+    role: str, exported: dict[str, Exported], tmp_path: Path
+) -> None:
+    live = exported[role].folder / f"{role}_torch.float32"
+    export_checkpoint(exported[role].checkpoint, role, tmp_path / "out", torch.float32, MAX_FILE_BYTES)
+    names = {path.name for path in live.iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (live / name).read_bytes(), name
+
+
+def test_an_existing_folder_is_replaced_on_demand_alone(exported: dict[str, Exported], tmp_path: Path) -> None:
+    out, checkpoint = tmp_path / "out", exported["actor"].checkpoint
+    out.mkdir()
+    (out / "mine").write_text("precious")
+    with pytest.raises(UserError, match="exists already"):
+        export_checkpoint(checkpoint, "actor", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (out / "mine").exists()
+    export_checkpoint(checkpoint, "actor", out, replace=True)
+    assert (out / "model.safetensors").exists() and not (out / "mine").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_cannot_be_exported_is_said(exported: dict[str, Exported], tmp_path: Path) -> None:
+    checkpoint = exported["actor"].checkpoint
+    with pytest.raises(UserError, match="holds actor, critic, no 'reward'"):
+        export_checkpoint(checkpoint, "reward", tmp_path / "out")
+    with pytest.raises(UserError, match=r"checkpoints has no manifest\.json.*step_100"):
+        export_checkpoint(checkpoint.parent, "actor", tmp_path / "out")
+    assert not list(tmp_path.iterdir())

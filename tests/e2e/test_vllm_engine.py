@@ -1,0 +1,284 @@
+"""The real vLLM on the CPU: what it generates is held against Hugging Face's code, and its failures are real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.vllm_rig import GREEDY, VOCABULARY, Rig, nucleus_logprobs, perturb, start_engine, tiny_llama
+from verl.generation.types import Request, Sampling
+from verl.generation.vllm.engine import EngineError, VllmEngine
+from verl.generation.vllm.probe import probe
+from verl.generation.vllm.tree import session_members, shared_segments
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not probe("cpu").usable, reason=probe("cpu").message),
+    pytest.mark.timeout(300),
+]
+
+PROMPTS = [[1, 50 + i, 300 + 7 * i, 100 + i, 77] for i in range(4)]
+LONG_PROMPT = [1] + [(37 * i) % 400 + 100 for i in range(300)]
+
+
+def _make_rig(folder: Path, tied: bool, tp: int) -> Rig:
+    model = tiny_llama(folder, tied)
+    return Rig(model, start_engine(model, folder, folder / "engine.log", tp=tp))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    rig = _make_rig(tmp_path_factory.mktemp("tied"), tied=True, tp=1)
+    rig.engine.wait_ready()
+    rig.load()
+    yield rig
+    rig.engine.close()
+
+
+@pytest.fixture(scope="module")
+def untied_tp2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    rig = _make_rig(tmp_path_factory.mktemp("untied"), tied=False, tp=2)
+    rig.engine.wait_ready()
+    rig.load()
+    yield rig
+    rig.engine.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., VllmEngine]]:
+    """Starts an engine that the test is going to break."""
+    engines: list[VllmEngine] = []
+
+    def start(**kwargs: object) -> VllmEngine:
+        engines.append(start_engine(tiny_llama(tmp_path, tied=False), tmp_path, tmp_path / "engine.log", **kwargs))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def _assert_equals_hugging_face(rig: Rig, prompts: list[list[int]]) -> list[list[int]]:
+    samples = rig.generate(prompts, GREEDY)
+    for prompt, sample in zip(prompts, samples, strict=True):
+        assert sample.token_ids == rig.greedy(prompt, GREEDY.max_tokens)
+        expected = rig.logits(prompt, sample.token_ids).log_softmax(-1)
+        expected = expected.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
+    return [sample.token_ids for sample in samples]
+
+
+@pytest.mark.parametrize("name", ["tied", "untied_tp2"])
+def test_greedy_is_hugging_faces_before_and_after_new_weights(name: str, request: pytest.FixtureRequest) -> None:
+    rig: Rig = request.getfixturevalue(name)
+    before = _assert_equals_hugging_face(rig, PROMPTS)
+    perturb(rig.model, seed=1)
+    rig.load()
+    after = _assert_equals_hugging_face(rig, PROMPTS)
+    assert before != after
+    assert rig.engine.version == rig.version
+
+
+def test_a_cached_prefix_does_not_outlive_its_weights(tied: Rig) -> None:
+    _assert_equals_hugging_face(tied, [LONG_PROMPT])
+    perturb(tied.model, seed=2)
+    tied.load()
+    _assert_equals_hugging_face(tied, [LONG_PROMPT])
+
+
+@pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8), (0.7, 0.8)])
+def test_logprobs_are_those_of_the_distribution_that_was_drawn_from(tied: Rig, temperature: float, top_p: float) -> None:
+    sampling = Sampling(temperature, top_p, 0, 32, (), ignore_eos=True)
+    for prompt, sample in zip(PROMPTS, tied.generate(PROMPTS, sampling, seed=10), strict=True):
+        logprobs = nucleus_logprobs(tied.logits(prompt, sample.token_ids), temperature, top_p)
+        expected = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_top_k_limits_the_draw(tied: Rig) -> None:
+    sampling = Sampling(1.0, 1.0, 2, 32, (), ignore_eos=True)
+    for prompt, sample in zip(PROMPTS, tied.generate(PROMPTS, sampling), strict=True):
+        top = tied.logits(prompt, sample.token_ids).topk(2)
+        drawn = torch.tensor(sample.token_ids)[:, None] == top.indices
+        assert drawn.any(-1).all()
+        expected = top.values.log_softmax(-1)[drawn]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_seed_draws_the_same_alone_and_among_others(tied: Rig) -> None:
+    sampling = Sampling(1.0, 0.9, 0, 24, (), ignore_eos=True)
+    requests = [Request(row, tuple(PROMPTS[row % 4]), seed=100 + row) for row in range(8)]
+    together = {sample.row: sample.token_ids for sample in tied.engine.generate(requests, sampling)}
+    for request in requests:
+        (alone,) = tied.engine.generate([request], sampling)
+        assert alone.token_ids == together[request.row]
+    assert len({tuple(ids) for ids in together.values()}) == 8
+
+
+def test_frequencies_are_the_models(tied: Rig) -> None:
+    """4000 draws of one token: the seeds are independent, and the distribution is the model's."""
+    sampling = Sampling(1.0, 1.0, 8, 1, (), ignore_eos=True)
+    samples = tied.generate([PROMPTS[0]] * 4000, sampling, seed=5)
+    counts = torch.bincount(torch.tensor([sample.token_ids[0] for sample in samples]), minlength=VOCABULARY)
+    top = tied.logits(PROMPTS[0], [0])[0].topk(8)
+    expected = top.values.softmax(-1) * 4000
+    observed = counts[top.indices]
+    assert observed.sum() == 4000
+    chi_squared = ((observed - expected) ** 2 / expected).sum()
+    assert chi_squared < 29.9  # 7 degrees of freedom: 1e-4
+
+
+def test_a_response_ends_with_its_stop_token(tied: Rig) -> None:
+    (whole,) = tied.generate([PROMPTS[0]], GREEDY)
+    stop = whole.token_ids[5]
+    end = whole.token_ids.index(stop) + 1
+    stopping = Sampling(0.0, 1.0, 0, 16, (stop, VOCABULARY - 1))
+    (cut,) = tied.generate([PROMPTS[0]], stopping)
+    assert (cut.token_ids, cut.ended) == (whole.token_ids[:end], True)
+    assert len(cut.logprobs) == end
+    assert not whole.ended
+    ignoring = Sampling(0.0, 1.0, 0, 16, (stop,), ignore_eos=True)
+    (ignored,) = tied.generate([PROMPTS[0]], ignoring)
+    assert (ignored.token_ids, ignored.ended) == (whole.token_ids, False)
+
+
+def test_samples_come_as_they_finish(tied: Rig) -> None:
+    sampling = Sampling(1.0, 1.0, 0, 128, tuple(range(0, VOCABULARY, 24)))
+    requests = [Request(row, tuple(PROMPTS[row % 4]), seed=row) for row in range(16)]
+    samples = list(tied.engine.generate(requests, sampling))
+    lengths = [len(sample.token_ids) for sample in samples]
+    assert sorted(sample.row for sample in samples) == list(range(16))
+    assert [sample.row for sample in samples] != list(range(16))
+    assert lengths == sorted(lengths)  # all start together, a token a step
+
+
+def test_a_consumer_that_stops_early_has_the_rest_aborted(tied: Rig) -> None:
+    long = Sampling(1.0, 1.0, 0, 400, tuple(range(0, VOCABULARY, 24)))
+    requests = [Request(row, tuple(PROMPTS[0]), seed=row) for row in range(16)]
+    samples = tied.engine.generate(requests, long)
+    next(samples)
+    samples.close()  # type: ignore[attr-defined]
+    tied.engine.generate(requests, long)  # and this one is never read
+    _assert_equals_hugging_face(tied, PROMPTS)
+
+
+def test_a_prompt_that_does_not_fit_is_refused(tied: Rig) -> None:
+    with pytest.raises(ValueError, match="a prompt of 500 tokens and a response of up to 16 do not fit .* 512"):
+        tied.engine.generate([Request(0, (1,) * 500, seed=0)], GREEDY)
+
+
+def test_names_of_shared_memory_are_gone_when_it_is_ready(untied_tp2: Rig) -> None:
+    assert all("(deleted)" in line for line in _mapped(untied_tp2.engine.pid))
+    assert not {path for path in shared_segments(untied_tp2.engine.pid) if path.exists()}
+
+
+def _mapped(session: int) -> list[str]:
+    lines = [line for pid in session_members(session) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    mapped = [line for line in lines if "/dev/shm/psm_" in line or "cpushm" in line]
+    assert mapped, "tensor parallel workers of the CPU meet in shared memory"
+    return mapped
+
+
+def test_a_killed_engine_is_an_error_at_once(start: Callable[..., VllmEngine]) -> None:
+    engine = start()
+    engine.wait_ready()
+    requests = [Request(row, (1, 2, 3), seed=row) for row in range(4)]
+    with pytest.raises(EngineError, match=r"rollout replica 3.* no weights"):
+        engine.generate(requests, GREEDY)
+    engine.load(0)
+    samples = engine.generate(requests, Sampling(1.0, 1.0, 0, 400, (), ignore_eos=True))
+    os.kill(engine.pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineError) as error:
+        list(samples)
+    assert time.monotonic() - started < 5
+    message = str(error.value)
+    assert "rollout replica 3: the engine ended while generating (0 of 4 samples are done)" in message
+    assert "was killed by signal 9, SIGKILL" in message
+    assert "engine.log" in message
+    assert "Successfully reset prefix cache" in message  # the log's end: what it did last
+    with pytest.raises(EngineError, match="signal 9"):
+        engine.load(1)
+    assert session_members(engine.pid) == []
+
+
+def test_a_hung_engine_is_an_error_after_the_limit(start: Callable[..., VllmEngine]) -> None:
+    engine = start(stage_timeout=30.0)
+    engine.wait_ready()
+    engine.load(0)
+    engine._stage_timeout = 4.0
+    samples = engine.generate([Request(0, (1, 2, 3), seed=0)], Sampling(1.0, 1.0, 0, 400, (), ignore_eos=True))
+    os.kill(engine.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="said nothing for 4 s while generating .* was running and has been killed"):
+        list(samples)
+    assert 4 <= time.monotonic() - started < 9
+    assert session_members(engine.pid) == []
+
+
+def test_an_engine_that_cannot_start_says_why(start: Callable[..., VllmEngine]) -> None:
+    engine = start(no_such_argument=1)
+    with pytest.raises(EngineError) as error:
+        engine.wait_ready()
+    assert "raised while starting" in str(error.value)
+    assert "exited with code 1" in str(error.value)
+    assert "no_such_argument" in str(error.value)
+
+
+def test_weights_with_a_gap_are_never_generated_with(start: Callable[..., VllmEngine]) -> None:
+    engine = start(leave_out="model.layers.1.mlp.down_proj.weight")
+    engine.wait_ready()
+    with pytest.raises(EngineError, match=r"loading weights of version 0.*layers\.1\.mlp\.down_proj\.weight"):
+        engine.load(0)
+    assert engine.version is None
+    with pytest.raises(EngineError):
+        engine.generate([Request(0, (1, 2, 3), seed=0)], GREEDY)
+
+
+def test_a_killed_worker_is_an_error_at_once(start: Callable[..., VllmEngine]) -> None:
+    engine = start(tp=2)
+    engine.wait_ready()
+    engine.load(0)
+    samples = engine.generate([Request(0, (1, 2, 3), seed=0)], Sampling(1.0, 1.0, 0, 400, (), ignore_eos=True))
+    os.kill(max(_workers(engine.pid)), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="engine worker VllmWorker-1.* ended: -9"):
+        list(samples)
+    assert time.monotonic() - started < 5
+    assert session_members(engine.pid) == []
+
+
+def _workers(session: int) -> list[int]:
+    """The processes with a mapping of the tensor-parallel exchange, in the order of their start."""
+    return [pid for pid in session_members(session) if "cpushm" in Path(f"/proc/{pid}/maps").read_text()]
+
+
+@pytest.mark.parametrize("moment", ["starting", "ready"])
+def test_a_killed_rank_takes_its_engine_along(tmp_path: Path, moment: str) -> None:
+    command = [sys.executable, "-m", "tests.support.vllm_rig", str(tmp_path), str(tmp_path / "engine.log"), "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        try:
+            assert rank.stdout is not None
+            session = int(rank.stdout.readline())
+            if moment == "ready":
+                assert rank.stdout.readline() == "ready\n"
+            else:
+                _wait_until(lambda: len(session_members(session)) >= 3, seconds=120)  # the engine and some workers
+        finally:
+            rank.kill()
+    _wait_until(lambda: session_members(session) == [], seconds=10)
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come about within {seconds:g} s"
+        time.sleep(0.05)

@@ -1,0 +1,64 @@
+"""Engines of tiny models on chosen ranks, trained a little, and what they have learnt as whole tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from verl.config import OptimConfig
+from verl.engine.train_engine import EngineSpec, TrainEngine
+from verl.flow.job import Job
+from verl.flow.placement import Placement, make_groups
+from verl.model.heads import Head
+from verl.model.load import hf_parameters
+from verl.model.packing import Sequences
+
+HEADS = {"actor": Head.lm, "critic": Head.value}
+
+
+def make_engines(job: Job, layout: dict[str, tuple[int, ...]], models: dict[str, Path]) -> dict[str, TrainEngine]:
+    """The trained roles of `layout` (role -> ranks) that this rank serves, in float32."""
+    groups = make_groups([Placement(role, ranks) for role, ranks in layout.items()], job.rank, "cpu", job.timeout)
+    engines = {}
+    for role, mine in groups.items():
+        spec = EngineSpec(models[role], HEADS[role], True, torch.float32, seed=5, max_tokens_per_micro_batch=64)
+        engines[role] = TrainEngine(spec, mine, job.device, job.board.beat)
+        engines[role].add_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1), total_steps=100)
+    return engines
+
+
+def train(engines: dict[str, TrainEngine], rank: int, num_steps: int) -> None:
+    """Steps on rows that depend on the rank and on the steps done before."""
+    for engine in engines.values():
+        assert engine.optimizer is not None
+        for _ in range(num_steps):
+            draws = torch.Generator().manual_seed(100 * engine.optimizer.steps_done + rank)
+            ids = [torch.randint(3, 300, (2, 9), generator=draws) for _ in range(3)]
+            rows = Sequences.responses([i[0] for i in ids], [i[1] for i in ids])
+            engine.train_step(rows, range(3), lambda outputs, at: -outputs.values.mean())
+
+
+def learnt(engine: TrainEngine) -> dict[str, Tensor]:
+    """Parameters by Hugging Face name, and AdamW's state by that name with a suffix. Collective over the engine's ranks."""
+    assert engine.optimizer is not None
+    whole = {}
+    for name, parameter in hf_parameters(engine.model):
+        whole[name] = _whole(parameter)
+        state = engine.optimizer.adamw.state[parameter]
+        whole |= {f"{name}/{key}": _whole(value) for key, value in state.items()}
+    return whole
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return full.clone()
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Exactly, bit for bit."""
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, different

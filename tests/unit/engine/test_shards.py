@@ -1,0 +1,68 @@
+"""A checkpoint's metadata is a pickle, which is read without running what it might carry."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from verl.engine.shards import Reader
+from verl.errors import UserError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+
+def save(folder: Path, state: dict[str, Any]) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    tensors = {f"model.{dtype}": torch.arange(12).view(3, 4).to(dtype) for dtype in DTYPES}
+    save_without_path(tmp_path, tensors)
+    return tmp_path, tensors
+
+
+def save_without_path(folder: Path, tensors: dict[str, Tensor]) -> None:
+    class Writer(dcp.FileSystemWriter):
+        def storage_meta(self) -> None:
+            return None
+
+    dcp.save(tensors, storage_writer=Writer(folder), no_dist=True)
+
+
+def test_whole_tensors_are_read_in_their_own_dtype(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, tensors = saved
+    reader = Reader(folder)
+    assert {name: entry.size for name, entry in reader.tensors().items()} == {name: (3, 4) for name in tensors}
+    for name, tensor in tensors.items():
+        read = reader.whole(name)
+        assert read.dtype is tensor.dtype and torch.equal(read, tensor)
+
+
+class Attack:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.file}",)
+
+
+def test_metadata_that_would_run_a_command_is_refused(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, _ = saved
+    payload = pickle.dumps(Attack(folder / "harm"))
+    pickle.loads(payload)
+    assert (folder / "harm").exists(), "the attack works where nothing is in its way"
+    (folder / "harm").unlink()
+    (folder / ".metadata").write_bytes(payload)
+    with pytest.raises(UserError, match=r"\.metadata cannot be read: it names posix\.system"):
+        Reader(folder)
+    assert not (folder / "harm").exists()

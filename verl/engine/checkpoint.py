@@ -1,0 +1,206 @@
+"""The run's checkpoints: saved by all ranks, published by one rename, found again whole or not at all."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from verl.engine import durable
+from verl.engine.hf_folder import copy_companions
+from verl.engine.manifest import TRAINER, BrokenCheckpointError, Found, Manifest, find, sizes, step_folder, step_folders
+from verl.engine.shards import load_engine, save_engine
+from verl.engine.train_engine import TrainEngine
+from verl.errors import UserError
+from verl.flow.job import Job
+
+COMPANIONS = "hf"
+"""In a role's folder: what a Hugging Face folder has beside weights."""
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """run_dir/checkpoints, which all nodes see under the same path. All methods are collective over the job.
+
+    step_N/ROLE/          shards of parameters and AdamW's state by Hugging Face name (torch.distributed.checkpoint)
+    step_N/ROLE/hf/       config and tokenizer, for an export
+    step_N/trainer.json   what rank 0 says of the run's position
+    step_N/ranks/         what each rank says of its own
+    step_N/manifest.json  the size of every file; written last
+
+    An exception on one rank is for that rank to raise: nothing is published, and the job ends.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, job: Job, tokenizer_folder: Path | None = None) -> None:
+        """`keep`: newest checkpoints that stay; 0: all. `tokenizer_folder`: where it is not the models' own."""
+        self.folder, self.keep, self.job, self.tokenizer_folder = run_dir / "checkpoints", keep, job, tokenizer_folder
+
+    def prepare(self) -> None:
+        """At the start of a run: the folder is there, all ranks share it, and what a killed save left is gone.
+
+        Raises UserError on every rank when some of them do not see what rank 0 writes.
+        """
+        name = f".seen_by_all_{secrets.token_hex(8)}"
+        if self.job.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in durable.leftovers(self.folder):
+                logger.warning("removed %s, which a save that did not end had left", path)
+                shutil.rmtree(path)
+            (self.folder / name).touch()
+        mark = self.folder / self.job.hand_over.agree(name, source=0)
+        blind = [rank for rank, sees in enumerate(self.job.everywhere(mark.exists())) if not sees]
+        if self.job.is_main:
+            mark.unlink()
+        if blind:
+            raise UserError(_not_shared(self.folder, blind))
+
+    # -- save --------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        engines: Mapping[str, TrainEngine],
+        trainer_state: dict[str, Any],
+        rank_state: Mapping[str, bytes],
+    ) -> None:
+        """Publishes step_`step` once every rank has said that its part is written.
+
+        `engines`: the trained roles that this rank serves. `trainer_state`: anything JSON holds; rank 0's is written.
+        `rank_state`: this rank's own, given back to the same rank of the same mesh.
+        """
+        state = json.dumps(trainer_state).encode()
+        target = step_folder(self.folder, step)
+        part = self._start(target)
+        for role in sorted(engines):
+            self._save_role(engines[role], part / role)
+        _write_rank_state(part, self.job.rank, rank_state)
+        if self.job.is_main:
+            durable.write(part / TRAINER, state)
+        meshes = self._meshes(engines)
+        if self.job.is_main:
+            Manifest(step, self.job.world, meshes, sizes(part)).write(part)
+            durable.publish(target)
+            self._set_later_ones_aside(step)
+            self._remove_old_ones()
+
+    def _start(self, target: Path) -> Path:
+        if self.job.is_main:
+            (durable.start(target) / "ranks").mkdir()
+        self.job.hand_over.agree(None, source=0)
+        part = durable.part_of(target)
+        if not part.is_dir():
+            raise UserError(_not_shared(self.folder, [self.job.rank]))
+        return part
+
+    def _save_role(self, engine: TrainEngine, folder: Path) -> None:
+        save_engine(engine, folder, self.job.board)
+        if dist.get_rank(engine.groups.everyone) == 0:
+            copy_companions(engine.spec.folder, folder / COMPANIONS, self.tokenizer_folder)
+
+    def _meshes(self, engines: Mapping[str, TrainEngine]) -> dict[str, Any]:
+        """Every role's mesh, on every rank: a synchronisation of the job."""
+        said = self.job.everywhere({role: engine.groups.mesh.mesh.tolist() for role, engine in engines.items()})
+        return {role: mesh for meshes in said for role, mesh in meshes.items()}
+
+    def _set_later_ones_aside(self, step: int) -> None:
+        """Resuming must go on with this run, not with an attempt that it left behind."""
+        for later, folder in step_folders(self.folder).items():
+            if later > step:
+                aside = folder.with_name(f"abandoned_{folder.name}")
+                if aside.exists():
+                    durable.discard(aside)
+                folder.rename(aside)
+                logger.warning("%s is of an attempt that this run left behind; it is now %s", folder, aside)
+
+    def _remove_old_ones(self) -> None:
+        if self.keep == 0:
+            return
+        folders = step_folders(self.folder)
+        whole = [step for step, folder in folders.items() if _is_whole(folder)]
+        for step, folder in folders.items():
+            if step < whole[-self.keep :][0]:
+                durable.discard(folder)
+
+    # -- find and load -----------------------------------------------------------------------------------------------
+
+    def latest(self) -> Found | None:
+        """The newest whole checkpoint of the run, the same on every rank. Broken ones are skipped with a warning."""
+        newest = self._newest() if self.job.is_main else None
+        folder = self.job.hand_over.agree(newest and str(newest.folder), source=0)
+        return None if folder is None else find(Path(folder))
+
+    def at(self, folder: Path) -> Found:
+        """The checkpoint in `folder`. Raises UserError on every rank if there is no whole one."""
+        problem = None
+        if self.job.is_main:
+            try:
+                find(folder)
+            except BrokenCheckpointError as error:
+                problem = str(error)
+        problem = self.job.hand_over.agree(problem, source=0)
+        if problem is not None:
+            raise UserError(f"{problem}. trainer.resume_path is a folder like run_dir/checkpoints/step_100.")
+        return find(folder)
+
+    def load(self, found: Found, engines: Mapping[str, TrainEngine]) -> tuple[dict[str, Any], dict[str, bytes] | None]:
+        """Fills the engines; (trainer state, this rank's state). The latter is None when ranks or meshes are others.
+
+        Raises UserError when the checkpoint lacks a role or is of another model.
+        """
+        for role in sorted(engines):
+            if role not in found.manifest.meshes:
+                raise UserError(
+                    f"{found.folder} holds {_list(found.manifest.meshes)}, but this run trains the {role} too. Resume "
+                    f"with the settings of the run that wrote it, or start anew with another trainer.experiment_name."
+                )
+            load_engine(engines[role], found.folder / role, self.job.board)
+        same = self._meshes(engines) == found.manifest.meshes and self.job.world == found.manifest.world
+        return found.trainer_state, _read_rank_state(found.folder, self.job.rank) if same else None
+
+    def _newest(self) -> Found | None:
+        for folder in reversed(step_folders(self.folder).values()):
+            try:
+                return find(folder)
+            except BrokenCheckpointError as error:
+                logger.warning("skipped a broken checkpoint: %s", error)
+        return None
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        find(folder)
+    except BrokenCheckpointError:
+        return False
+    return True
+
+
+def _rank_file(folder: Path, rank: int) -> Path:
+    return folder / "ranks" / f"rank_{rank}.json"
+
+
+def _write_rank_state(folder: Path, rank: int, state: Mapping[str, bytes]) -> None:
+    text = json.dumps({name: base64.b64encode(value).decode() for name, value in state.items()})
+    durable.write(_rank_file(folder, rank), text.encode())
+
+
+def _read_rank_state(folder: Path, rank: int) -> dict[str, bytes]:
+    return {name: base64.b64decode(text) for name, text in json.loads(_rank_file(folder, rank).read_bytes()).items()}
+
+
+def _not_shared(folder: Path, ranks: list[int]) -> str:
+    return (
+        f"trainer.run_dir: what rank 0 writes to {folder.absolute()}, rank {_list(ranks)} does not see. "
+        "Set it to a folder that all nodes mount under the same path."
+    )
+
+
+def _list(items: Any) -> str:
+    return ", ".join(map(str, items))

@@ -1,0 +1,223 @@
+"""What an engine has learnt, in a folder that each of its ranks writes its own shards to and any mesh can read."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.futures import Future
+
+from verl.engine.train_engine import TrainEngine
+from verl.errors import UserError
+from verl.flow.board import Board
+from verl.model.load import hf_parameters
+
+MODEL = "model."
+"""Before the Hugging Face name of a parameter."""
+_OPTIMIZER = "optimizer."
+"""Before the Hugging Face name of a parameter and one of AdamW's names for its state."""
+_STEPS_DONE = "steps_done"
+
+
+def save_engine(engine: TrainEngine, folder: Path, board: Board) -> None:
+    """Parameters, AdamW's state and the optimizer's step count, as a folder of torch.distributed.checkpoint.
+
+    Collective over the engine's ranks. There are tensors alone in it: rates, betas and the like come from the config,
+    so a resumed run may change them.
+    """
+    with _Turns(board, engine.groups.everyone, f"its shards of {folder.name}") as turns:
+        dcp.save(
+            dict(_tensors(engine)),
+            storage_writer=_Writer(folder, turns),
+            planner=_SavePlanner(board.beat),
+            process_group=engine.groups.everyone,
+        )
+
+
+def load_engine(engine: TrainEngine, folder: Path, board: Board) -> None:
+    """Fills the engine from what `save_engine` wrote on any mesh. Collective over the engine's ranks.
+
+    Raises UserError, alike on all of them, when the folder is of another model.
+    """
+    tensors = _tensors(engine)
+    reader = Reader(folder)
+    _check_fits(engine, tensors, reader)
+    with _Turns(board, engine.groups.everyone, f"its shards of {folder.name}") as turns:
+        reader.turns = turns
+        planner = _LoadPlanner(board.beat)
+        dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=engine.groups.everyone)
+    if engine.optimizer is not None:
+        engine.optimizer.steps_done = int(tensors[_STEPS_DONE])
+
+
+@torch.no_grad()
+def _tensors(engine: TrainEngine) -> dict[str, Tensor]:
+    """All that is learnt, by name. But for the step count these are the engine's own tensors, which loading fills."""
+    named = list(hf_parameters(engine.model))
+    tensors = {MODEL + name: parameter.detach() for name, parameter in named}
+    if engine.optimizer is None:
+        return tensors
+    for name, parameter in named:
+        if parameter.requires_grad:
+            state = engine.optimizer.adamw.state[parameter]
+            if not state:
+                # what AdamW itself begins with, at its first step
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            tensors |= {f"{_OPTIMIZER}{name}.{key}": value for key, value in state.items()}
+    tensors[_STEPS_DONE] = torch.tensor(engine.optimizer.steps_done)
+    return tensors
+
+
+def _check_fits(engine: TrainEngine, tensors: dict[str, Tensor], reader: Reader) -> None:
+    saved, model = reader.tensors(), engine.spec.folder
+    problems = [
+        f"'{name}' has shape {tuple(saved[name].size)} in the checkpoint, but {tuple(tensor.shape)} in the model"
+        for name, tensor in tensors.items()
+        if name in saved and saved[name].size != tensor.shape
+    ]
+    problems += [f"'{name}' of the model is not in the checkpoint" for name in tensors if name not in saved]
+    strangers = [name for name in saved if name.startswith(MODEL) and name not in tensors]
+    problems += [f"'{name}' of the checkpoint is not in the model" for name in strangers]
+    if problems:
+        raise UserError(
+            f"the checkpoint {reader.path} is not of the model {model}: {problems[0]} ({len(problems)} differences). "
+            "A run goes on with the model that it began with: set the role's path to that one, or start anew with "
+            "another trainer.experiment_name."
+        )
+
+
+class _Turns:
+    """Tells the board when this rank waits for its peers and when it works by itself.
+
+    DCP's collectives stand before and after its reading and writing. Were the whole call a wait, then a rank whose disk
+    hangs would be waited for by peers that it waits for, and the watchdog would name nobody.
+    """
+
+    def __init__(self, board: Board, group: dist.ProcessGroup, what: str) -> None:
+        self._board, self._what, self._wait = board, what, ExitStack()
+        self._peers = [rank for rank in dist.get_process_group_ranks(group) if rank != board.rank]
+
+    def __enter__(self) -> _Turns:
+        self._begin_wait()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._wait.close()
+
+    def work(self, task: Callable[[], Future[Any]]) -> Future[Any]:
+        self._wait.close()
+        done = task()
+        self._begin_wait()
+        return done
+
+    def _begin_wait(self) -> None:
+        self._wait.enter_context(self._board.waiting(self._peers, self._what))
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Files are synced to the disk by DCP's own default; the path is not written into them."""
+
+    def __init__(self, folder: Path, turns: _Turns) -> None:
+        super().__init__(folder)
+        self._turns = turns
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[Any]:
+        write = super().write_data
+        return self._turns.work(lambda: write(plan, planner))
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
+
+
+class Reader(dcp.FileSystemReader):
+    """Runs no code that a checkpoint might carry.
+
+    DCP reads tensors with `weights_only=True`, but it unpickles its `.metadata` and whatever is no tensor. Here the
+    metadata may name nothing but the plain records that it is made of, and there may be nothing but tensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = self._read_metadata()
+        self.turns: _Turns | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        read = super().read_data
+        return read(plan, planner) if self.turns is None else self.turns.work(lambda: read(plan, planner))
+
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        entries = self._metadata.state_dict_metadata
+        return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor on the CPU, in the dtype that it was saved in; without a process group."""
+        entry = self.tensors()[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load({name: tensor}, storage_reader=self, no_dist=True)
+        return tensor
+
+    def _read_metadata(self) -> Metadata:
+        file = Path(self.path) / ".metadata"
+        try:
+            metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise UserError(f"{file} cannot be read: {error}. Resume from another checkpoint.") from error
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise UserError(f"{file} names '{name}', which is no tensor: verl did not write this checkpoint.")
+        return metadata
+
+
+_METADATA_PARTS = {
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if global_name not in _METADATA_PARTS.get(module_name, ()):
+            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which no checkpoint of verl needs")
+        return super().find_class(module_name, global_name)
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def __init__(self, beat: Callable[[], None]) -> None:
+        super().__init__()
+        self._beat = beat
+
+    def resolve_data(self, write_item: Any) -> Tensor | io.BytesIO:
+        self._beat()
+        return super().resolve_data(write_item)
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def __init__(self, beat: Callable[[], None]) -> None:
+        super().__init__()
+        self._beat = beat
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        self._beat()
+        super().commit_tensor(read_item, tensor)

@@ -157,6 +157,7 @@ class Environment:
     def pip(self, *arguments: str) -> None:
         """`pip install`, quiet unless it fails."""
         command = [str(self.python), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
+        command += ["--no-compile"]  # Python compiles what is imported, a small part of it
         try:
             done = subprocess.run(
                 [*command, *arguments],

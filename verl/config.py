@@ -407,6 +407,7 @@ RULES: dict[str, Rule] = {
     "rollout.temperature": _ABOVE_0,
     "rollout.top_p": _NUCLEUS,
     "rollout.top_k": _AT_LEAST_0,
+    "rollout.cpu_threads": _AT_LEAST_1,
     "rollout.start_timeout": _ABOVE_0,
     "rollout.val.n": _AT_LEAST_0,
     "rollout.val.temperature": _AT_LEAST_0,
@@ -562,13 +563,13 @@ def resolved_plan(config: PPOConfig, dp: dict[str, int]) -> str:
     """
     prompts, n = config.data.train_batch_size, config.rollout.n
     lines = [
-        f"a step: {prompts} prompts x {n} responses = {prompts * n} samples, "
+        f"a step: {_count(prompts, 'prompt')} x {_count(n, 'response')} = {_count(prompts * n, 'sample')}, "
         f"each of at most {config.data.max_prompt_length} + {config.data.max_response_length} tokens"
     ]
     minis = mini_batches(config)
     for role, degree in _used(config, dp).items():
-        share = f"  {role}: {degree} {'replicas' if role == 'rollout' else 'data-parallel ranks'}, "
-        share += f"{prompts // degree} prompts ({prompts * n // degree} samples) on each"
+        ranks = _count(degree, "replica" if role == "rollout" else "data-parallel rank")
+        share = f"  {role}: {ranks}, {_share(prompts // degree, n)} on each"
         if role in minis:
             epochs = config.actor.ppo_epochs
             tokens = config.actor.max_tokens_per_micro_batch
@@ -577,13 +578,22 @@ def resolved_plan(config: PPOConfig, dp: dict[str, int]) -> str:
                 tokens = config.critic.max_tokens_per_micro_batch
             mini, count = minis[role], prompts // minis[role]
             share += (
-                f"; {count} mini-batches of {mini} prompts ({mini * n} samples), {mini // degree} prompts "
-                f"({mini * n // degree} samples) of them on each rank; x {epochs} epochs = {count * epochs} optimizer "
-                f"steps; micro-batches of at most {tokens} tokens"
+                f"; {_count(epochs, 'epoch')} x {_count(count, 'mini-batch')} of {_share(mini, n)}, "
+                f"{_share(mini // degree, n)} of it on each rank = {_count(epochs * count, 'optimizer step')}; "
+                f"micro-batches of at most {tokens} tokens"
             )
         lines.append(share)
     lines += [f"note: {caution}" for caution in _cautions(config)]
     return "\n".join(lines)
+
+
+def _share(prompts: int, n: int) -> str:
+    return f"{_count(prompts, 'prompt')} ({_count(prompts * n, 'sample')})"
+
+
+def _count(number: int, noun: str) -> str:
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
 
 
 def _cautions(config: PPOConfig) -> Iterator[str]:

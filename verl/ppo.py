@@ -14,7 +14,7 @@ from verl.run import Run
 
 
 def ppo_step(prompts: PromptBatch, roles: Roles, hand_over: Exchange, config: PPOConfig) -> tuple[Metrics, Experience]:
-    """One PPO step. Every rank runs it; a role's method computes on that role's ranks and returns a column elsewhere."""
+    """One PPO step. Every rank runs it; a role's method computes on its ranks and returns a column elsewhere."""
     actor, critic, reference = roles.actor, roles.critic, roles.reference
     reward, rollout, judge = roles.reward, roles.rollout, roles.judge
 
@@ -41,7 +41,7 @@ def ppo_step(prompts: PromptBatch, roles: Roles, hand_over: Exchange, config: PP
 
 
 def validate(batches: Iterator[PromptBatch], roles: Roles, hand_over: Exchange, config: PPOConfig) -> Metrics:
-    """Scores of greedy responses to every validation prompt, and of sampled ones: the same prompts and seeds each time."""
+    """Scores of greedy and of sampled responses to every validation prompt: the same prompts and seeds each time."""
     metrics = Metrics()
     sampling = config.rollout.val
     greedy = type(sampling)(temperature=0.0, n=1)
@@ -59,13 +59,13 @@ def fit(run: Run, roles: Roles) -> None:
     config, hand_over = run.config, run.job.hand_over
     roles.rollout.load(roles.actor)
     if run.validates and config.trainer.val_before_train and run.first_step == 0:
-        run.settle_validation(0, validate(run.validation_batches(0), roles, hand_over, config))
+        run.settle_validation(0, validate(run.validation_batches(), roles, hand_over, config))
 
     for step in range(run.first_step, run.total_steps):
         run.begin_step()
         metrics, experience = ppo_step(run.loader.next_batch(step), roles, hand_over, config)
         run.settle(step + 1, metrics, experience)
         if run.validates and run.due(step + 1, config.trainer.test_freq):
-            run.settle_validation(step + 1, validate(run.validation_batches(step), roles, hand_over, config))
+            run.settle_validation(step + 1, validate(run.validation_batches(), roles, hand_over, config))
         if config.trainer.save_freq >= 0 and run.due(step + 1, config.trainer.save_freq):
             run.save(step + 1)

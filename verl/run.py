@@ -36,13 +36,20 @@ logger = logging.getLogger(__name__)
 
 
 def open_dataset(
-    config: PPOConfig, files: list[str], setting: str, max_rows: int | None, tokenizer: PreTrainedTokenizerBase, job: Job
+    config: PPOConfig,
+    files: list[str],
+    setting: str,
+    max_rows: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    job: Job,
 ) -> PromptDataset:
-    """The usable prompts of `files`. Rank 0 reads and tokenises all of them and says which to keep; the others only read."""
+    """The usable prompts of `files`: rank 0 tokenises all of them and says which to keep."""
     data = config.data
     needs_truth = config.reward.function.path is not None
     dataset = job.together(
-        lambda: PromptDataset(files, tokenizer, prompt_key=data.prompt_key, needs_ground_truth=needs_truth, setting=setting)
+        lambda: PromptDataset(
+            files, tokenizer, prompt_key=data.prompt_key, needs_ground_truth=needs_truth, setting=setting
+        )
     )
 
     def select() -> list[int]:
@@ -66,10 +73,14 @@ class Prompts:
     def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, job: Job) -> None:
         data = config.data
         train = open_dataset(config, data.train_files, "data.train_files", None, tokenizer, job)
-        self.loader = job.together(lambda: PromptLoader(train, data.train_batch_size, config.trainer.seed, data.shuffle))
+        self.loader = job.together(
+            lambda: PromptLoader(train, data.train_batch_size, config.trainer.seed, data.shuffle)
+        )
         self.validation: PromptDataset | None = None
         if data.val_files:
-            self.validation = open_dataset(config, data.val_files, "data.val_files", data.max_val_samples, tokenizer, job)
+            self.validation = open_dataset(
+                config, data.val_files, "data.val_files", data.max_val_samples, tokenizer, job
+            )
         steps = config.trainer.total_training_steps
         self.total_steps = steps if steps is not None else config.trainer.total_epochs * self.loader.batches_per_epoch
 
@@ -110,14 +121,16 @@ class Run:
             config=asdict(config),
             first_step=first_logged,
         )
-        self.progress = Progress(self.total_steps, done=self.first_step, enabled=job.is_main and config.trainer.progress)
+        self.progress = Progress(
+            self.total_steps, done=self.first_step, enabled=job.is_main and config.trainer.progress
+        )
 
     @property
     def validates(self) -> bool:
         return self._validation is not None
 
-    def validation_batches(self, step: int) -> Iterator[PromptBatch]:
-        """All validation prompts, in batches that every role's data-parallel ranks divide. Draws do not depend on `step`."""
+    def validation_batches(self) -> Iterator[PromptBatch]:
+        """All validation prompts, in batches that the roles' data-parallel ranks divide."""
         assert self._validation is not None
         ranks = math.lcm(self._roles.rollout.placement.dp, self._roles.reward.placement.dp)
         return validation_batches(self._validation, self.config.data.val_batch_size, ranks, 0)

@@ -24,7 +24,7 @@ EXIT_SECONDS = 10.0
 
 
 def train(config: PPOConfig, mesh: MeshSpec) -> None:
-    """Every rank runs it. UserError: what the user can mend, found before a model is loaded wherever that is possible."""
+    """Every rank runs it. UserError: what the user can mend, found before a model is loaded where that is possible."""
     job = start_job(config.trainer.stage_timeout, config.debug.check_program)
     with ExitStack() as closing:
         job.board.on_stall.append(closing.close)
@@ -48,7 +48,9 @@ def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> N
     prompts = Prompts(config, tokenizer, job)
     if job.is_main:
         logger.info("%s", resolved_plan(config, {role: p.dp for role, p in placements.items()}))
-    roles = build_roles(config, mesh, placements, folders, tokenizer, prompts.total_steps, run_dir, job, stages, closing)
+    roles = build_roles(
+        config, mesh, placements, folders, tokenizer, prompts.total_steps, run_dir, job, stages, closing
+    )
     run = Run(config, prompts, roles, tokenizer, folders.actor, folders.tokenizer, run_dir, job, stages)
     closing.callback(run.close)
     with run.progress:

@@ -23,16 +23,16 @@ install() {
             $pip transformers==5.10.1 peft pylatexenc sympy
             $pip --no-deps openrlhf==0.11.2
             ;;
-        *)
-            echo "no oracle called $library: verl, trl, torchrl, openrlhf" >&2
-            exit 2
-            ;;
     esac
     touch "$venvs/$library/ready"
 }
 
 [ $# -gt 0 ] || set -- verl trl torchrl openrlhf
 for library in "$@"; do
+    if [ ! -e "scripts/oracles/${library}_oracle.py" ]; then
+        echo "no oracle called $library: there are verl, trl, torchrl and openrlhf" >&2
+        exit 2
+    fi
     [ -e "$venvs/$library/ready" ] || install "$library"
     "$venvs/$library/bin/python" "scripts/oracles/${library}_oracle.py"
 done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from scripts.make_tiny_model import make_tiny_model
@@ -232,7 +234,9 @@ def look(run_dir: Path) -> tuple[int | None, list[str]]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("verl").addHandler(handler)
     job = start_job(stage_timeout=30, check_program=True)
-    found = Checkpoints(run_dir, 2, job).latest()
+    checkpoints = Checkpoints(run_dir, 2, job)
+    checkpoints.prepare()
+    found = checkpoints.latest()
     job.close()
     return (None if found is None else found.step), lines
 
@@ -287,6 +291,26 @@ def test_a_save_that_did_not_end_is_never_seen(how: str, models: dict[str, Path]
     assert first == second == 1
     assert "step_2" in lines[0]
     assert [path.name for path in checkpoints.iterdir()] == ["step_1"]
+
+
+def hang_in_the_middle(models: dict[str, Path], run_dir: Path) -> None:
+    """Rank 1's disk never answers."""
+    job = start_job(stage_timeout=2, check_program=False)
+    engines = make_engines(job, {"actor": (0, 1)}, models)
+    if job.rank == 1:
+        dcp.FileSystemWriter.write_data = lambda *_: time.sleep(60)  # type: ignore[assignment]
+    Checkpoints(run_dir, 2, job).save(1, engines, {}, {})
+
+
+def test_a_disk_that_hangs_ends_the_job_and_its_rank_is_named(
+    models: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RankFailed):
+        run_ranks(2, hang_in_the_middle, models, tmp_path, timeout=20)
+    said = capfd.readouterr().err
+    assert "rank 1 has shown no sign of life" in said
+    assert "rank 0 has shown no sign of life" not in said
+    assert "rank 0: start: waits for its shards of actor from rank 1" in said
 
 
 # -- which ones stay -------------------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ def tokens(row: int) -> list[int]:
 
 def places(name: str) -> dict[str, Placement]:
     return {
-        role: Placement(role, ranks, tp, pp, leaders_only=role == "rollout") for role, (ranks, tp, pp) in PLACES[name][1].items()
+        role: Placement(role, ranks, tp, pp, leaders_only=role == "rollout")
+        for role, (ranks, tp, pp) in PLACES[name][1].items()
     }
 
 
@@ -48,7 +49,9 @@ def respond(job: Job, place: Placement) -> Responses:
     return Responses(
         prompt_ids=column("prompt_ids", lambda r: Rows.ragged([[i] for i in r], torch.int64)),
         response_ids=column("response_ids", lambda r: Rows.ragged([tokens(i) for i in r], torch.int64)),
-        rollout_logprobs=column("rollout_logprobs", lambda r: Rows.ragged([[-t / 7 for t in tokens(i)] for i in r], torch.float32)),
+        rollout_logprobs=column(
+            "rollout_logprobs", lambda r: Rows.ragged([[-t / 7 for t in tokens(i)] for i in r], torch.float32)
+        ),
         ended=column("ended", lambda r: Rows.scalars([i % 2 == 0 for i in r], torch.bool)),
         weight=column("weight", lambda r: Rows.scalars([1.0 for _ in r], torch.float32)),
         version=column("version", lambda r: Rows.scalars(list(r), torch.int64)),
@@ -82,7 +85,9 @@ def step(job: Job, at: dict[str, Placement]) -> None:
         if job.rank in place.inputs.ranks:
             wanted = place.inputs.rows(job.rank, SIZE)
             assert experience.scores.on(place).scalar().tolist() == [float(i) for i in wanted]
-            assert [r.tolist() for r in experience.old_logprobs.on(place).split()] == [[float(t) for t in tokens(i)] for i in wanted]
+            assert [r.tolist() for r in experience.old_logprobs.on(place).split()] == [
+                [float(t) for t in tokens(i)] for i in wanted
+            ]
 
 
 def program(name: str) -> list[list[bytes] | None]:
@@ -125,7 +130,9 @@ def test_rows_that_nobody_reads_hold_nobody(elements: int) -> None:
 def absent() -> list[str]:
     job = start_job(stage_timeout=20, check_program=False)
     place = Placement("actor", (0,))
-    column = Column.produced("scores", 1, place, job.rank, Rows.scalars([1.0], torch.float32) if job.rank == 0 else None)
+    column = Column.produced(
+        "scores", 1, place, job.rank, Rows.scalars([1.0], torch.float32) if job.rank == 0 else None
+    )
     messages = []
     for ask in (bool, len, lambda c: c.on(Placement("critic", (1,)))):
         try:

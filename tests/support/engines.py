@@ -16,7 +16,7 @@ from verl.model.heads import Head
 from verl.model.load import hf_parameters
 from verl.model.packing import Sequences
 
-HEADS = {"actor": Head.lm, "critic": Head.value}
+HEADS = {"actor": Head.lm, "critic": Head.token_value}
 
 
 def make_engines(job: Job, layout: dict[str, tuple[int, ...]], models: dict[str, Path]) -> dict[str, TrainEngine]:
@@ -42,7 +42,7 @@ def train(engines: dict[str, TrainEngine], rank: int, num_steps: int) -> None:
 
 
 def learnt(engine: TrainEngine) -> dict[str, Tensor]:
-    """Parameters by Hugging Face name, and AdamW's state by that name with a suffix. Collective over the engine's ranks."""
+    """Parameters by Hugging Face name, AdamW's state by that name and its own. Collective on the engine's ranks."""
     assert engine.optimizer is not None
     whole = {}
     for name, parameter in hf_parameters(engine.model):

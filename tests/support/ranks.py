@@ -42,7 +42,9 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
         results, tracebacks = [], {}
         for rank in range(world):
             file = Path(folder) / f"{rank}.pickle"
-            ok, value = pickle.loads(file.read_bytes()) if file.exists() else (False, failed.get(rank, "died in silence"))
+            ok, value = (
+                pickle.loads(file.read_bytes()) if file.exists() else (False, failed.get(rank, "died in silence"))
+            )
             results.append(value)
             if not ok or rank in failed:
                 tracebacks[rank] = value if not ok else failed[rank]

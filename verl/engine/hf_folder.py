@@ -15,27 +15,24 @@ from verl.engine import durable
 from verl.errors import UserError
 
 MAX_FILE_BYTES = 5 * 10**9
-_COMPANIONS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
-_MODEL_CONFIGS = ("config.json", "generation_config.json")
+_MODEL_FILES = ("config.json", "generation_config.json", "*.py")
+_TOKENIZER_FILES = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*",
+    "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.py",
+)  # fmt: skip
 _HEAD = "score.weight"
 
 
 def copy_companions(folder: Path, target: Path, tokenizer_folder: Path | None = None) -> None:
-    """Everything beside the weights: config, generation config, tokenizer, chat template, code.
-
-    A `tokenizer_folder` gives all but the two configs, which stay the model's.
-    """
-    files = _companions(folder)
-    if tokenizer_folder is not None:
-        files = _companions(tokenizer_folder) | {name: files[name] for name in _MODEL_CONFIGS if name in files}
+    """Copies what belongs to a model beside its weights: configs, code, and the tokenizer of the folder that has it."""
+    files = _matching(tokenizer_folder or folder, _TOKENIZER_FILES) | _matching(folder, _MODEL_FILES)
     target.mkdir(parents=True, exist_ok=True)
     for name, file in files.items():
         durable.copy(file, target / name)
 
 
-def _companions(folder: Path) -> dict[str, Path]:
-    files = [file for pattern in _COMPANIONS for file in sorted(folder.glob(pattern))]
-    return {file.name: file for file in files if not file.name.endswith(".index.json")}
+def _matching(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
+    return {file.name: file for pattern in patterns for file in folder.glob(pattern)}
 
 
 def plan_files(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:

@@ -31,7 +31,9 @@ class Optimizer:
         self.config, self.total_steps = config, total_steps
         self.steps_done = 0
         self.parameters = [p for _, p in hf_parameters(model) if p.requires_grad]
-        self.adamw = torch.optim.AdamW(_decay_groups(self.parameters, config), lr=config.lr, betas=_betas(config), eps=config.eps)
+        self.adamw = torch.optim.AdamW(
+            _decay_groups(self.parameters, config), lr=config.lr, betas=_betas(config), eps=config.eps
+        )
 
     def step(self) -> tuple[float, float]:
         """(global gradient norm before clipping, learning rate). A norm that is not finite skips the update."""
@@ -50,7 +52,9 @@ class Optimizer:
         norm = torch.nn.utils.get_total_norm(grads, foreach=True)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self.config.clip_grad > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_grad, _like_grads(norm, grads), foreach=True)
+            torch.nn.utils.clip_grads_with_norm_(
+                self.parameters, self.config.clip_grad, _like_grads(norm, grads), foreach=True
+            )
         return norm.item()
 
 

@@ -145,7 +145,7 @@ class Reader(dcp.FileSystemReader):
     """Runs no code that a checkpoint might carry.
 
     DCP reads tensors with `weights_only=True`, but it unpickles its `.metadata` and whatever is no tensor. Here the
-    metadata may name nothing but the plain records that it is made of, and there may be nothing but tensors.
+    metadata may name nothing but the plain records that it is made of, of which the one for "no tensor" is none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -161,6 +161,7 @@ class Reader(dcp.FileSystemReader):
         return read(plan, planner) if self.turns is None else self.turns.work(lambda: read(plan, planner))
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Shape and dtype of everything in the folder."""
         entries = self._metadata.state_dict_metadata
         return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -176,13 +177,9 @@ class Reader(dcp.FileSystemReader):
     def _read_metadata(self) -> Metadata:
         file = Path(self.path) / ".metadata"
         try:
-            metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+            return _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise UserError(f"{file} cannot be read: {error}. Resume from another checkpoint.") from error
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise UserError(f"{file} names '{name}', which is no tensor: verl did not write this checkpoint.")
-        return metadata
 
 
 _METADATA_PARTS = {

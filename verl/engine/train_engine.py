@@ -79,7 +79,9 @@ class TrainEngine:
         self._free()
         return TokenOutputs(values, entropy)
 
-    def train_step(self, sequences: Sequences, rows: Sequence[int], loss: Loss, temperature: float = 1.0) -> tuple[float, float]:
+    def train_step(
+        self, sequences: Sequences, rows: Sequence[int], loss: Loss, temperature: float = 1.0
+    ) -> tuple[float, float]:
         """One optimizer step on this rank's `rows`; (gradient norm, learning rate).
 
         `loss` gives each micro-batch's share of a loss that is normalised over the whole mini-batch of all ranks, so

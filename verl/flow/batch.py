@@ -147,7 +147,9 @@ class Record:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Record):
-                inner = {name.split(".", 1)[1]: column for name, column in new.items() if name.startswith(f"{field.name}.")}
+                inner = {
+                    name.split(".", 1)[1]: column for name, column in new.items() if name.startswith(f"{field.name}.")
+                }
                 changes[field.name] = value.with_columns(inner)
             elif field.name in new:
                 changes[field.name] = new[field.name]

@@ -77,7 +77,9 @@ class Board:
     def waiting(self, ranks: Sequence[int], what: str) -> Iterator[None]:
         """Around a wait for other ranks: it may last as long as they show signs of life."""
         before = self._entry
-        self._entry = Entry(before.beat + 1, time.time(), f"{before.stage}: waits for {what} from rank {_list(ranks)}", tuple(ranks))
+        self._entry = Entry(
+            before.beat + 1, time.time(), f"{before.stage}: waits for {what} from rank {_list(ranks)}", tuple(ranks)
+        )
         self._write(force=True)
         yield
         self._entry = Entry(self._entry.beat + 1, time.time(), before.stage, before.waits_for)
@@ -105,7 +107,9 @@ class Board:
             if culprit is not None and not self._stop.is_set():
                 self._end(culprit, store)
 
-    def _stalled(self, rank: int, store: dist.Store, seen: dict[int, tuple[int, float]], path: tuple[int, ...]) -> int | None:
+    def _stalled(
+        self, rank: int, store: dist.Store, seen: dict[int, tuple[int, float]], path: tuple[int, ...]
+    ) -> int | None:
         """The rank at the end of a chain of waits that has shown no sign of life for the limit, or None."""
         entry = self._entry if rank == self.rank else self._read(rank, store)
         if entry is None or rank in path:
@@ -127,7 +131,9 @@ class Board:
         """The main thread hangs in a wait that cannot be interrupted, so the process reports and leaves by force."""
         rows = [(r, self._entry if r == self.rank else self._read(r, store)) for r in range(self.world)]
         now = time.time()
-        lines = [f"  rank {r}: {e.stage} (for {now - e.time:.0f} s)" if e else f"  rank {r}: no sign yet" for r, e in rows]
+        lines = [
+            f"  rank {r}: {e.stage} (for {now - e.time:.0f} s)" if e else f"  rank {r}: no sign yet" for r, e in rows
+        ]
         place = f"rank {culprit}" if culprit == self.rank else f"rank {self.rank} waits, and rank {culprit}"
         error = StalledError(
             f"{place} has shown no sign of life for trainer.stage_timeout = {self.timeout:g} s. Where every rank is:\n"

@@ -71,7 +71,11 @@ class Exchange:
         size = torch.tensor([len(raw)])
         with self._board.waiting([source] if self.rank != source else [], "an agreement"):
             dist.broadcast(size, source, group=self.group)
-            data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(int(size), dtype=torch.uint8)
+            data = (
+                torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+                if raw
+                else torch.empty(int(size), dtype=torch.uint8)
+            )
             dist.broadcast(data, source, group=self.group)
         return json.loads(bytes(data.numpy()))
 
@@ -103,7 +107,9 @@ class Exchange:
         for move in moves:
             if move.src == self.rank and move.dst != self.rank:
                 self._send(move, [_held(column, source, self.rank, move.rows) for column in columns.values()])
-        arrival = Arrival(self, self._number, source, list(columns.values()), [m for m in moves if m.dst == self.rank], size)
+        arrival = Arrival(
+            self, self._number, source, list(columns.values()), [m for m in moves if m.dst == self.rank], size
+        )
         moved = {}
         for name, column in columns.items():
             moved[name] = column.living_also_on(targets)
@@ -148,7 +154,9 @@ class Exchange:
         """Reports are awaited a step later: no rank waits for rank 0 to read them."""
         if self.rank:
             self._finish(self._reports, "the receipt of the last step's report")
-            self._reports = self._post(0, wire.pack(self._number, [Rows.scalars(list(report), torch.uint8)]), self._number)
+            self._reports = self._post(
+                0, wire.pack(self._number, [Rows.scalars(list(report), torch.uint8)]), self._number
+            )
             return None
         others = [self.receive(src, self._number, 1, "a step's report") for src in range(1, dist.get_world_size())]
         return [report] + [bytes(rows[0].values.numpy()) for rows in others]

@@ -37,7 +37,9 @@ def body_size(head: Tensor, number: int, num_columns: int, place: str) -> int:
     """Bytes that follow `head`; checks that it is the message that is waited for."""
     magic, version, columns, their_number, size = HEAD.unpack(bytes(head.numpy()))
     if (magic, version) != (MAGIC, VERSION):
-        raise ProtocolError(f"{place}: not a verl message of version {VERSION}: {bytes(head.numpy())!r}. Run one verl on all nodes.")
+        raise ProtocolError(
+            f"{place}: not a verl message of version {VERSION}: {bytes(head.numpy())!r}. Run one verl on all nodes."
+        )
     if (their_number, columns) != (number, num_columns):
         raise ProtocolError(
             f"{place}: hand-over {number} with {num_columns} columns was awaited, but {their_number} with {columns} came. "

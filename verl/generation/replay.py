@@ -1,4 +1,4 @@
-"""Responses written to a folder as they are sampled, and sampled again from it: two meshes compared on the same tokens."""
+"""Responses written to a folder as they are sampled, and given back from it: two meshes compared on the same tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class ReplayBackend:
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("samples_*.jsonl"))
         if not files:
-            raise UserError(f"debug.replay_rollouts: {folder} holds no samples_*.jsonl. Record them with debug.record_rollouts.")
+            raise UserError(
+                f"debug.replay_rollouts: {folder} holds no samples_*.jsonl. Record them with debug.record_rollouts."
+            )
         lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         self._samples = {line.pop("seed"): Sample(**line) for line in lines}
 

@@ -14,6 +14,7 @@ import yaml
 
 MAX_CHARACTERS = 256 * 1024
 MAX_VALUES = 100_000
+MAX_DEPTH = 100
 _LONGEST_NUMBER = 1000  # characters; a longer scalar is text, since huge integers cost quadratic time
 _SHOWN_CHARACTERS = 60
 _TAG = "tag:yaml.org,2002:"
@@ -74,9 +75,7 @@ def read(text: str, source: str, *, numbered: bool = True) -> tuple[Node | None,
     except yaml.YAMLError as error:  # a character that YAML forbids: no mark, and a message of several lines
         return None, [f"{source}: not valid YAML: {' '.join(str(error).split())}"]
     except _Refused as refusal:
-        return None, [*reader.problems, str(refusal)]
-    except RecursionError:
-        return None, [f"{source}: nested too deeply to be read"]
+        return None, [*reader.problems, f"{reader.place(refusal.mark)}: {refusal}"]
 
 
 def wrap(value: object, place: Callable[[str], str], path: str = "") -> Node:
@@ -104,11 +103,27 @@ def shorten(text: str) -> str:
 
 
 class _Refused(Exception):
-    """A document that is not read any further."""
+    """A document that is not read any further, and where it stopped."""
+
+    def __init__(self, mark: Any, what: str) -> None:
+        super().__init__(what)
+        self.mark = mark
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 with the one change that everybody expects: 1e-5 is a number."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.depth == MAX_DEPTH:
+            raise _Refused(
+                self.peek_event().start_mark, f"more than {MAX_DEPTH} levels of lists and mappings are not read"
+            )
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 _Loader.add_implicit_resolver(_TAG + "float", re.compile(r"^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789"))
@@ -140,9 +155,9 @@ class _Reader:
             return self._done[id(node)]
         place = self.place(node.start_mark)
         if id(node) in self._open:
-            raise _Refused(f"{place}: this value contains itself; an alias may not stand inside its own anchor")
+            raise _Refused(node.start_mark, "this value contains itself; an alias may not stand inside its own anchor")
         if node.tag not in (_TAG + "map", _TAG + "seq", _TAG + "str", self._implicit_tag(node)):
-            raise _Refused(f"{place}: the tag {node.tag.removeprefix(_TAG)} is not read; write the value alone")
+            raise _Refused(node.start_mark, f"the tag {node.tag.removeprefix(_TAG)} is not read; write the value alone")
         self._open.add(id(node))
         if isinstance(node, yaml.MappingNode):
             converted = branch(self._mapping(node), place)
@@ -153,7 +168,7 @@ class _Reader:
             converted = self._scalar(node, place)
         if converted.size > MAX_VALUES:
             raise _Refused(
-                f"{place}: {converted.size} values with all aliases written out; at most {MAX_VALUES} are read"
+                node.start_mark, f"{converted.size} values with all aliases written out; at most {MAX_VALUES} are read"
             )
         self._open.remove(id(node))
         self._done[id(node)] = converted
@@ -184,7 +199,7 @@ class _Reader:
                 entries = converted.value | entries
                 self._copied += len(entries)  # a chain of merges copies quadratically
                 if self._copied > MAX_VALUES:
-                    raise _Refused(f"{converted.place}: merge keys copy more than {MAX_VALUES} entries")
+                    raise _Refused(source.start_mark, f"merge keys copy more than {MAX_VALUES} entries")
             else:
                 self.problems.append(f"{self.place(source.start_mark)}: << merges mappings, not {converted}")
         return entries

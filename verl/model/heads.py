@@ -16,7 +16,7 @@ from verl.model.packing import MicroBatch
 class Head(StrEnum):
     lm = "lm"
     """Log-probs and entropies of tokens."""
-    value = "value"
+    token_value = "value"
     """One value a token: the critic."""
     score = "score"
     """One score a sequence: the reward model."""
@@ -50,7 +50,9 @@ class HeadedModel(nn.Module):
         hidden = states.flatten(0, 1)[batch.select]
         if self.head is Head.lm:
             weight = self.hf.get_output_embeddings().weight
-            return TokenOutputs(*token_logprobs(hidden, weight, batch.targets, temperature, self.chunk_tokens, self.softcap))
+            return TokenOutputs(
+                *token_logprobs(hidden, weight, batch.targets, temperature, self.chunk_tokens, self.softcap)
+            )
         return TokenOutputs(self.score(hidden.float()).squeeze(-1).clone())  # FSDP hooks dislike views
 
     @property

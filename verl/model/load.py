@@ -43,7 +43,12 @@ def attention(choice: str, device: torch.device) -> str:
 
 
 def meta_model(
-    config: PretrainedConfig, head: Head, dtype: torch.dtype, attn_implementation: str, chunk_tokens: int, trust_remote_code: bool
+    config: PretrainedConfig,
+    head: Head,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    chunk_tokens: int,
+    trust_remote_code: bool,
 ) -> HeadedModel:
     """The whole model without memory."""
     with torch.device("meta"):
@@ -73,7 +78,9 @@ class Safetensors:
         self.folder = folder
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise UserError(f"the model folder {folder} holds no *.safetensors file. Save the model with save_pretrained.")
+            raise UserError(
+                f"the model folder {folder} holds no *.safetensors file. Save the model with save_pretrained."
+            )
         self._handles = [safe_open(file, "pt") for file in files]
         self._by_name = {name: handle for handle in self._handles for name in handle.keys()}
 
@@ -98,12 +105,16 @@ def load_shards(model: HeadedModel, folder: Path, seed: int) -> None:
         box = local_box(parameter)
         if name in files:
             if files.shape(name) != tuple(parameter.shape):
-                raise UserError(f"{folder}: '{name}' has shape {files.shape(name)}, but config.json makes {tuple(parameter.shape)}")
+                raise UserError(
+                    f"{folder}: '{name}' has shape {files.shape(name)}, but config.json makes {tuple(parameter.shape)}"
+                )
             local_tensor(parameter).copy_(files.read(name, box))
-        elif model.head is Head.value and name == "score.weight":
+        elif model.head is Head.token_value and name == "score.weight":
             local_tensor(parameter).copy_(_draw_head(parameter.shape, seed)[box])
         else:
-            raise UserError(f"{folder}: '{name}' is missing from the safetensors files, but config.json needs it{_hint(model, name)}")
+            raise UserError(
+                f"{folder}: '{name}' is missing from the safetensors files, but config.json needs it{_hint(model, name)}"
+            )
 
 
 def _draw_head(shape: torch.Size, seed: int) -> Tensor:
@@ -132,8 +143,6 @@ def local_box(parameter: Tensor) -> Box:
         return tuple(slice(0, size) for size in parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
 
 
 def parameter_shapes(folder: Path, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,9 @@ class MicroBatch:
     """[k] where each of them stands in the rank's flat outputs."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        moved = (t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids, self.select, self.targets))
+        moved = (
+            t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids, self.select, self.targets)
+        )
         return MicroBatch(*moved, self.tokens)
 
 
@@ -64,7 +66,9 @@ class Sequences:
         return [len(i) for i in self.ids]
 
 
-def plan_micro_batches(lengths: Sequence[int], rows: Sequence[int], max_tokens: int, row_capacity: int | None) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: Sequence[int], rows: Sequence[int], max_tokens: int, row_capacity: int | None
+) -> list[list[list[int]]]:
     """Micro-batches of packed rows of sequence numbers: `plan[m][b]` lie end to end in row b of micro-batch m.
 
     A row takes up to `row_capacity` tokens (None: the longest sequence; attention on a dense mask costs time^2, so rows
@@ -117,4 +121,6 @@ def pack(sequences: Sequences, rows: Sequence[Sequence[int]]) -> MicroBatch:
 def dummy_micro_batch() -> MicroBatch:
     """Keeps a rank with fewer micro-batches in step with its peers: one token, no output, no gradient."""
     nothing = torch.empty(0, dtype=torch.int64)
-    return MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), nothing, nothing, nothing)
+    return MicroBatch(
+        torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), nothing, nothing, nothing
+    )

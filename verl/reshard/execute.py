@@ -33,7 +33,13 @@ class WeightSync:
     """
 
     def __init__(
-        self, rank: int, shards: Shards, domains: Sequence[Domain], dtype: torch.dtype, group: dist.ProcessGroup, board: Board
+        self,
+        rank: int,
+        shards: Shards,
+        domains: Sequence[Domain],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        board: Board,
     ) -> None:
         """`dtype`: of the messages, the engine's own. `group`: a gloo group of all ranks that carries nothing else."""
         self.rank, self.dtype, self._group, self._board = rank, dtype, group, board
@@ -48,9 +54,11 @@ class WeightSync:
 
     @property
     def participates(self) -> bool:
-        return any(self.rank in d.readers for d in self._domains.values()) or any(
-            self.rank in (t.src, t.dst) for message in self._rounds for ts in message for t in ts
-        ) or bool(self._local)
+        return (
+            any(self.rank in d.readers for d in self._domains.values())
+            or any(self.rank in (t.src, t.dst) for message in self._rounds for ts in message for t in ts)
+            or bool(self._local)
+        )
 
     @torch.no_grad()
     def run(
@@ -74,7 +82,9 @@ class WeightSync:
         self._loads += 1
         self._post_done()
 
-    def _round(self, messages: list[list[Transfer]], sources: Mapping[str, Tensor], targets: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _round(
+        self, messages: list[list[Transfer]], sources: Mapping[str, Tensor], targets: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
         sends: list[tuple[dist.Work | None, Tensor]] = []
         receives: list[tuple[list[Transfer], dist.Work | None, Tensor]] = []
         for ts in messages:
@@ -139,7 +149,11 @@ class WeightSync:
         if self._loads == 0:
             return
         awaited = [
-            src for d in self._domains.values() if self.rank in self.writers[d.name] for src in d.readers if src != self.rank
+            src
+            for d in self._domains.values()
+            if self.rank in self.writers[d.name]
+            for src in d.readers
+            if src != self.rank
         ]
         with self._board.waiting(awaited, "the engines to have read the last weights"):
             for src in awaited:

@@ -38,7 +38,9 @@ def plan(shards: Shards, domains: Sequence[Domain], itemsize: int) -> tuple[Tran
                 size = volume(part) * itemsize
                 load[src] = load.get(src, 0) + size
                 covered += volume(part)
-                transfers.append(Transfer(name, part, src, src if src in domain.members else domain.receiver, domain.name, size))
+                transfers.append(
+                    Transfer(name, part, src, src if src in domain.members else domain.receiver, domain.name, size)
+                )
             assert covered == volume(wanted), f"{domain.name}: {name} is covered {covered} of {volume(wanted)}"
     return tuple(transfers)
 

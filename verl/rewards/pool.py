@@ -24,10 +24,6 @@ LOGGED_FAILURES = 5
 """Failed samples that a pool logs one by one; the scores carry every failure."""
 
 
-LIVES_IN_VAIN = 3
-"""Workers that may end, one after the other and each without a sample, before the pool gives up."""
-
-
 ON_ERROR = ("raise", "count")
 
 
@@ -101,8 +97,10 @@ class RewardPool:
         """
         deadline = time.monotonic() + timeout
         with self._changed:
-            while len(self._ready) < len(self._threads):
+            while True:
                 self._check_usable()
+                if len(self._ready) == len(self._threads):
+                    return
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise RewardError(
@@ -161,26 +159,24 @@ class RewardPool:
 
     def _run(self, number: int) -> None:
         """One worker after another, until the pool closes or fails."""
-        lives_in_vain = 0
         try:
             while not self._unwanted():
-                has_scored = self._live(number)
-                lives_in_vain = 0 if has_scored else lives_in_vain + 1
-                if lives_in_vain == LIVES_IN_VAIN:
-                    raise WorkerDied(f"{lives_in_vain} workers in a row ended before they were given a sample")
+                self._live(number)
         except Unwanted:
             pass
         except Exception as error:  # the rank's own thread must learn of whatever happened here
-            self._fail(f"The reward workers cannot run {self._function.path}: {_start_problem(error)}", error)
+            self._fail(f"The reward workers cannot run {self._function.path}: {error}", error)
 
-    def _live(self, number: int) -> bool:
-        """One worker from its start until it must be replaced or the pool closes. Says whether it scored a sample."""
+    def _live(self, number: int) -> None:
+        """One worker from its start until it must be replaced or the pool closes."""
         worker = WorkerProcess(self._function, self._unwanted)
-        has_scored = False
         try:
             with self._changed:
                 self._pids[number] = worker.pid
-            worker.wait_ready(self._start_timeout)
+            try:
+                worker.wait_ready(self._start_timeout)
+            except WorkerTimeout:
+                raise WorkerTimeout(f"a worker has not imported it within {self._start_timeout:.0f} s") from None
             with self._changed:
                 self._ready.add(number)
                 self._changed.notify_all()
@@ -189,7 +185,6 @@ class RewardPool:
                     self._samples.put(sample)
                     break
                 score, is_usable = self._score(worker, sample)
-                has_scored = True
                 self._publish(sample, score)
                 if not is_usable:
                     break
@@ -197,7 +192,6 @@ class RewardPool:
             with self._changed:
                 del self._pids[number]
             worker.kill()
-        return has_scored
 
     def _score(self, worker: WorkerProcess, sample: Sample) -> tuple[Score, bool]:
         """The sample's score, and whether the worker can go on."""
@@ -235,9 +229,3 @@ class RewardPool:
 
     def _unwanted(self) -> bool:
         return self._closing or self._failure is not None
-
-
-def _start_problem(error: Exception) -> str:
-    if isinstance(error, WorkerTimeout):
-        return "a worker has not imported it in time"
-    return str(error) or repr(error)

@@ -121,30 +121,35 @@ class WorkerProcess:
             try:
                 rest = rest[self._connection.send(rest) :]
             except TimeoutError:
-                self._check_waiting(deadline)
+                if (over := self._over(deadline)) is not None:
+                    raise over from None
 
     def _receive(self, size: int, deadline: float) -> bytes:
         data = bytearray()
+        over: Exception | None = None
         while len(data) < size:
             self._connection.settimeout(_patience(deadline))
             try:
                 part = self._connection.recv(size - len(data))
             except TimeoutError:
-                self._check_waiting(deadline)
+                if over is not None:
+                    raise over from None
+                # Once it is over there is one more try: the interpreter's lock may have kept this thread for long, and
+                # an answer that is there counts.
+                over = self._over(deadline)
                 continue
             if not part:
                 raise WorkerDied(self._how_it_ended())
             data += part
         return bytes(data)
 
-    def _check_waiting(self, deadline: float) -> None:
-        """Called only when nothing came or went: an answer that is there counts, however late this thread looks."""
+    def _over(self, deadline: float) -> Exception | None:
+        """Why there is nothing more to wait for, if so."""
         if self._unwanted():
-            raise Unwanted
+            return Unwanted()
         if self.has_exited():  # its socket still open in a process that the function started
-            raise WorkerDied(self._how_it_ended())
-        if time.monotonic() >= deadline:
-            raise WorkerTimeout
+            return WorkerDied(self._how_it_ended())
+        return WorkerTimeout() if time.monotonic() >= deadline else None
 
     def _how_it_ended(self) -> str:
         """For messages. Its socket closes a moment before the process is gone, hence the wait."""

@@ -49,7 +49,12 @@ class Actor(ModelRole):
     ) -> None:
         """`group_size`: responses a prompt."""
         super().__init__(placement, here, engine, groups)
-        self.config, self.num_mini_batches, self.group_size, self.temperature = config, num_mini_batches, group_size, temperature
+        self.config, self.num_mini_batches, self.group_size, self.temperature = (
+            config,
+            num_mini_batches,
+            group_size,
+            temperature,
+        )
 
     def logprobs(self, responses: Responses) -> Column:
         """Of every response token under the current policy, at the sampling temperature."""
@@ -124,7 +129,8 @@ class _PolicyLoss:
         assert outputs.entropy is not None
         config, tokens = self.config, self.tokens
         weights, old, advantages, rollout = (
-            t[at].to(self.device) for t in (self.batch.weights, tokens.old_logprobs, tokens.advantages, tokens.rollout_logprobs)
+            t[at].to(self.device)
+            for t in (self.batch.weights, tokens.old_logprobs, tokens.advantages, tokens.rollout_logprobs)
         )
         logprobs = zero_unweighted(outputs.values, weights)
         entropy = zero_unweighted(outputs.entropy, weights)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from verl.config import OptimConfig, PPOConfig, problems
 from verl.engine.train_engine import EngineSpec, TrainEngine
@@ -23,7 +23,8 @@ from verl.model.load import hf_parameters, local_box, read_config
 from verl.monitor.stages import Stages
 from verl.reshard.layout import Box
 from verl.rewards.pool import RewardPool
-from verl.rewards.resolve import FunctionSpec, resolve as resolve_function
+from verl.rewards.resolve import FunctionSpec
+from verl.rewards.resolve import resolve as resolve_function
 from verl.roles.actor import Actor
 from verl.roles.build_rollout import make_sync, start_engines
 from verl.roles.critic import Critic
@@ -45,7 +46,9 @@ class Roles:
 
     def trained(self) -> dict[str, TrainEngine]:
         """The engines on this rank that learn, by role."""
-        return {role.placement.role: role.engine for role in (self.actor, self.critic) if role is not None and role.serves}
+        return {
+            role.placement.role: role.engine for role in (self.actor, self.critic) if role is not None and role.serves
+        }
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def place(config: PPOConfig, mesh: MeshSpec, job: Job) -> dict[str, Placement]:
 
 
 def find_folders(config: PPOConfig, job: Job) -> Folders:
-    """Resolves every model path, one download a node: the first rank of a node fetches, the others find it in the cache."""
+    """Resolves every model path, one download a node: its first rank fetches, the others find it in the cache."""
 
     def find(fetch: bool) -> Folders:
         def folder(path: str | None, role: str) -> Path:
@@ -107,7 +110,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer can be loaded from {folder}: {error}. Set model.tokenizer_path to a folder that has one.") from error
+        raise UserError(
+            f"no tokenizer can be loaded from {folder}: {error}. Set model.tokenizer_path to a folder that has one."
+        ) from error
 
 
 def stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, further: list[int]) -> tuple[int, ...]:
@@ -136,7 +141,9 @@ def build_roles(
     """Engines start first, since they take longest, then the trainers load, then the engines are awaited."""
     builder = _Builder(config, mesh, placements, total_steps, Here(job, stages))
     model = job.together(lambda: read_config(folders.actor, config.model.trust_remote_code))
-    nodes = [f"{node[0]}/{node[1]}" for node in job.everywhere((socket.gethostname(), os.environ.get("GROUP_RANK", "0")))]
+    nodes = [
+        f"{node[0]}/{node[1]}" for node in job.everywhere((socket.gethostname(), os.environ.get("GROUP_RANK", "0")))
+    ]
     rollout_spec = mesh.roles["rollout"]
     assert isinstance(rollout_spec, RolloutSpec)
     pool = job.together(lambda: start_pool(config, placements["reward"], job))
@@ -150,13 +157,23 @@ def build_roles(
     critic = builder.critic(folders.critic) if "critic" in placements else None
     reference = builder.reference(folders.reference) if "reference" in placements else None
     reward_engine = builder.engine("reward", folders.reward, Head.score) if folders.reward else None
-    reward = Reward(placements["reward"], builder.here, reward_engine, groups.get("reward"), pool, tokenizer, config.reward)
+    reward = Reward(
+        placements["reward"], builder.here, reward_engine, groups.get("reward"), pool, tokenizer, config.reward
+    )
     engines.wait_ready()
     sync = make_sync(engines, actor, _boxes(actor), nodes, job)
     stop = stop_tokens(folders.actor, tokenizer, config.rollout.stop_token_ids)
     limit = config.data.max_response_length
     rollout = Rollout(
-        placements["rollout"], builder.here, engines.backend, sync, engines.targets, config.trainer.seed, limit, stop, config.rollout.ignore_eos
+        placements["rollout"],
+        builder.here,
+        engines.backend,
+        sync,
+        engines.targets,
+        config.trainer.seed,
+        limit,
+        stop,
+        config.rollout.ignore_eos,
     )
     if pool is not None:
         pool.wait_ready(config.rollout.start_timeout)
@@ -184,13 +201,23 @@ def start_pool(config: PPOConfig, placement: Placement, job: Job) -> RewardPool 
 class _Builder:
     """The model roles, each engine on the ranks of its role."""
 
-    def __init__(self, config: PPOConfig, mesh: MeshSpec, placements: dict[str, Placement], total_steps: int, here: Here) -> None:
-        self.config, self.mesh, self.placements, self.total_steps, self.here = config, mesh, placements, total_steps, here
+    def __init__(
+        self, config: PPOConfig, mesh: MeshSpec, placements: dict[str, Placement], total_steps: int, here: Here
+    ) -> None:
+        self.config, self.mesh, self.placements, self.total_steps, self.here = (
+            config,
+            mesh,
+            placements,
+            total_steps,
+            here,
+        )
         self.groups: dict[str, Groups] = make_groups(
             list(placements.values()), here.rank, here.job.device.type, here.job.timeout
         )
 
-    def engine(self, role: str, folder: Path, head: Head, optim: OptimConfig | None = None, steps: int = 0) -> TrainEngine | None:
+    def engine(
+        self, role: str, folder: Path, head: Head, optim: OptimConfig | None = None, steps: int = 0
+    ) -> TrainEngine | None:
         if role not in self.groups:
             return None
         spec = self.mesh.roles.get(role, self.mesh.roles["actor"])
@@ -229,18 +256,37 @@ class _Builder:
         mini = self.config.data.train_batch_size // config.ppo_mini_batch_size
         engine = self.engine("actor", folder, Head.lm, config.optim, self.total_steps * mini * config.ppo_epochs)
         n, temperature = self.config.rollout.n, self.config.rollout.temperature
-        return Actor(self.placements["actor"], self.here, engine, self.groups.get("actor"), config, mini, n, temperature)
+        return Actor(
+            self.placements["actor"], self.here, engine, self.groups.get("actor"), config, mini, n, temperature
+        )
 
     def critic(self, folder: Path) -> Critic:
         config = self.config.critic
-        mini = self.config.data.train_batch_size // (config.ppo_mini_batch_size or self.config.actor.ppo_mini_batch_size)
+        mini = self.config.data.train_batch_size // (
+            config.ppo_mini_batch_size or self.config.actor.ppo_mini_batch_size
+        )
         epochs = config.ppo_epochs or self.config.actor.ppo_epochs
-        engine = self.engine("critic", folder, Head.value, config.optim, self.total_steps * mini * epochs)
-        return Critic(self.placements["critic"], self.here, engine, self.groups.get("critic"), config, mini, epochs, self.config.rollout.n)
+        engine = self.engine("critic", folder, Head.token_value, config.optim, self.total_steps * mini * epochs)
+        return Critic(
+            self.placements["critic"],
+            self.here,
+            engine,
+            self.groups.get("critic"),
+            config,
+            mini,
+            epochs,
+            self.config.rollout.n,
+        )
 
     def reference(self, folder: Path) -> Reference:
         engine = self.engine("reference", folder, Head.lm)
-        return Reference(self.placements["reference"], self.here, engine, self.groups.get("reference"), self.config.rollout.temperature)
+        return Reference(
+            self.placements["reference"],
+            self.here,
+            engine,
+            self.groups.get("reference"),
+            self.config.rollout.temperature,
+        )
 
 
 def _boxes(actor: Actor) -> dict[str, Box]:

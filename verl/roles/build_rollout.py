@@ -58,9 +58,16 @@ def choose_backend(spec: RolloutSpec, placement: Placement, job: Job) -> str:
 
 
 def start_engines(
-    config: PPOConfig, spec: RolloutSpec, placement: Placement, folder: Path, model: PretrainedConfig, run_dir: Path, nodes: list[str], job: Job
+    config: PPOConfig,
+    spec: RolloutSpec,
+    placement: Placement,
+    folder: Path,
+    model: PretrainedConfig,
+    run_dir: Path,
+    nodes: list[str],
+    job: Job,
 ) -> Engines:
-    """Starts this rank's replica, if it leads one; vLLM's goes on starting while the trainers load. `nodes`: of each rank."""
+    """Starts this rank's replica, if it leads one; vLLM's starts while the trainers load. `nodes`: of each rank."""
     if config.debug.replay_rollouts:
         replay = ReplayBackend(Path(config.debug.replay_rollouts)) if job.rank in placement.leaders else None
         return Engines(backend=replay)
@@ -85,7 +92,9 @@ def _start_torch(
         if config.rollout.cpu_threads is not None:
             torch.set_num_threads(config.rollout.cpu_threads)
         trust = config.model.trust_remote_code
-        backend = TorchEngine(str(folder), torch_dtype(spec.dtype), job.device, spec.max_num_seqs, trust, job.board.beat)
+        backend = TorchEngine(
+            str(folder), torch_dtype(spec.dtype), job.device, spec.max_num_seqs, trust, job.board.beat
+        )
         engines.backend = backend
         engines.targets = {f"rank {job.rank}": backend.weights()}
     return engines
@@ -102,8 +111,11 @@ def _start_vllm(
     nodes: list[str],
     job: Job,
 ) -> Engines:
-    """In a child process; a domain is a node's shared memory, which all replicas there read and all ranks there write."""
-    leaders = {node: [r for r in placement.leaders if nodes[r] == node] for node in dict.fromkeys(nodes[r] for r in placement.leaders)}
+    """In a child process; a domain is a node's shared memory, which its replicas read and its ranks write."""
+    leaders = {
+        node: [r for r in placement.leaders if nodes[r] == node]
+        for node in dict.fromkeys(nodes[r] for r in placement.leaders)
+    }
     layout = [(name, shape, torch_dtype(spec.dtype)) for name, shape in shapes.items()]
     mine = nodes[job.rank]
     buffer = WeightBuffer(layout) if job.rank in placement.leaders and leaders[mine][0] == job.rank else None
@@ -122,7 +134,14 @@ def _start_vllm(
 
 
 def _vllm_engine(
-    config: PPOConfig, spec: RolloutSpec, placement: Placement, folder: Path, buffer: WeightBuffer, run_dir: Path, replicas_here: int, job: Job
+    config: PPOConfig,
+    spec: RolloutSpec,
+    placement: Placement,
+    folder: Path,
+    buffer: WeightBuffer,
+    run_dir: Path,
+    replicas_here: int,
+    job: Job,
 ) -> VllmEngine:
     replica = placement.leaders.index(job.rank)
     peers = placement.ranks[replica * placement.tp : (replica + 1) * placement.tp]

@@ -30,7 +30,12 @@ class Critic(ModelRole):
     ) -> None:
         """`group_size`: responses a prompt."""
         super().__init__(placement, here, engine, groups)
-        self.config, self.num_mini_batches, self.ppo_epochs, self.group_size = config, num_mini_batches, ppo_epochs, group_size
+        self.config, self.num_mini_batches, self.ppo_epochs, self.group_size = (
+            config,
+            num_mini_batches,
+            ppo_epochs,
+            group_size,
+        )
 
     def values(self, responses: Responses) -> Column:
         """Of the state before each response token."""

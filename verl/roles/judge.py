@@ -1,5 +1,4 @@
-"""Advantages, from scores and values: computed on one role's ranks and handed to the other, since two sums over ranks may
-differ in the last bit."""
+"""Advantages, from scores and values: on one role's ranks, as two sums over ranks may differ in the last bit."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Judge(Role):
         self.controller = make_controller(config)
 
     def with_advantages(self, experience: Experience) -> tuple[Experience, Metrics]:
-        """The experience with advantages (and returns, where there are values), and what the step's responses are like."""
+        """The experience with advantages (and returns, where there are values), and what its responses are like."""
         metrics = Metrics()
         advantages = returns = None
         if self.holds_rows:
@@ -98,19 +97,28 @@ class Judge(Role):
         """On rows padded to [rows, time], given back flat."""
         time = max(1, int(lengths.max()))
         mask = torch.arange(time)[None] < lengths[:, None]
-        padded = [torch.zeros(mask.shape).masked_scatter(mask, x) for x in (rewards, values)]
-        advantages, returns = gae(*padded, mask, self.config.gamma, self.config.lam)
+
+        def padded(x: Tensor) -> Tensor:
+            return torch.zeros(mask.shape).masked_scatter(mask, x)
+
+        advantages, returns = gae(padded(rewards), padded(values), mask, self.config.gamma, self.config.lam)
         return advantages[mask], returns[mask]
 
     def _control(self, kl: Tensor, ids: Rows, weight: Tensor) -> None:
-        """The coefficient moves by the KL of the step's sequences: one sum over all ranks, so that it stays the same on all."""
+        """The coefficient moves by the mean KL of a sequence, summed over all ranks so that it is one on all."""
         of_rows = torch.stack([k.sum() for k in kl.split(ids.lengths.tolist())]).double()
         total = torch.stack([(of_rows * weight).sum(), weight.double().sum()])
         dist.all_reduce(total, group=self._rows_group)
         self.controller.update(float(total[0] / total[1].clamp(min=1)), int(total[1]))
 
     def _describe(
-        self, experience: Experience, rewards: Tensor, advantages: Tensor, returns: Rows | None, kl: Tensor, metrics: Metrics
+        self,
+        experience: Experience,
+        rewards: Tensor,
+        advantages: Tensor,
+        returns: Rows | None,
+        kl: Tensor,
+        metrics: Metrics,
     ) -> None:
         responses = experience.responses
         ids, prompts = responses.response_ids.on(self.placement), responses.prompt_ids.on(self.placement)

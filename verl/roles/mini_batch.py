@@ -17,7 +17,7 @@ class MiniBatch:
     rows: list[int]
     """This rank's rows of it."""
     weights: Tensor
-    """float64 [the rank's response tokens]: of each token in the loss of the whole mini-batch, over all ranks; 0 outside."""
+    """float64 [the rank's response tokens]: each token's in the loss of the mini-batch over all ranks; 0 outside it."""
 
 
 def rows_of_mini_batch(number: int, num_mini_batches: int, rows: range, group_size: int) -> list[int]:
@@ -37,7 +37,7 @@ def make_mini_batches(
     mode: LossAggregation,
     group: dist.ProcessGroup,
 ) -> list[MiniBatch]:
-    """The mini-batches of one epoch. `lengths`, `row_weights` [rows here]; `group`: the ranks that hold the other rows."""
+    """The mini-batches of an epoch. `lengths`, `row_weights` [rows here]; `group`: the ranks that hold other rows."""
     members = [rows_of_mini_batch(j, num_mini_batches, rows, group_size) for j in range(num_mini_batches)]
     counts = torch.stack([loss_counts(lengths[m], row_weights[m]) for m in members])
     dist.all_reduce(counts, group=group)
@@ -46,6 +46,8 @@ def make_mini_batches(
     for m, (num_tokens, num_rows) in zip(members, counts.tolist(), strict=True):
         weights = torch.zeros(int(lengths.sum()), dtype=torch.float64)
         if m:
-            weights[torch.cat([tokens[row] for row in m])] = token_weights(lengths[m], row_weights[m], mode, num_tokens, num_rows)
+            weights[torch.cat([tokens[row] for row in m])] = token_weights(
+                lengths[m], row_weights[m], mode, num_tokens, num_rows
+            )
         mini_batches.append(MiniBatch(m, weights))
     return mini_batches

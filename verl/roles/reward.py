@@ -68,7 +68,9 @@ class Reward(ModelRole):
             scores = column.on(self.placement).scalar()
             group = column.size // len(prompts.prompts)
             metrics.spread(name, scores, live)
-            for row, score, weight in zip(self.placement.outputs.rows(self.here.rank, column.size), scores, live, strict=True):
+            for row, score, weight in zip(
+                self.placement.outputs.rows(self.here.rank, column.size), scores, live, strict=True
+            ):
                 source = prompts.prompts[row // group].data_source
                 metrics.mean(f"{name}/{source}/mean", score, weight)
         return metrics

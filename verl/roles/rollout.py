@@ -34,7 +34,7 @@ class Rollout(Role):
         stop_token_ids: tuple[int, ...],
         ignore_eos: bool,
     ) -> None:
-        """`backend`: the replica that this rank leads, if any. `targets`: the weights that this rank writes, by domain."""
+        """`backend`: the replica that this rank leads, if any. `targets`: by domain, the weights that this rank writes."""
         super().__init__(placement, here)
         self._backend, self._sync, self._targets = backend, sync, targets
         self._seed, self._max_tokens, self._stop, self._ignore_eos = seed, max_tokens, stop_token_ids, ignore_eos
@@ -53,8 +53,9 @@ class Rollout(Role):
     def generate(
         self, prompts: PromptBatch, sampling: SamplingConfig, n: int, key: str, on_sample: OnSample | None = None
     ) -> Responses:
-        """`n` responses to each prompt. A draw depends on the seed, `key`, the step, the prompt's place and the sample's
-        number alone; a dead prompt gets empty responses.
+        """`n` responses to each prompt; a dead one gets empty ones.
+
+        A draw depends on the seed, `key`, the step, the prompt's place and the sample's number alone.
         """
         size = len(prompts.prompts) * n
         samples: list[Sample] = []
@@ -90,9 +91,13 @@ class Rollout(Role):
             return self.produced(name, size, make() if self.holds_rows else None)
 
         return Responses(
-            prompt_ids=column("prompt_ids", lambda: Rows.ragged([prompts.prompts[r // n].ids for r in rows], torch.int64)),
+            prompt_ids=column(
+                "prompt_ids", lambda: Rows.ragged([prompts.prompts[r // n].ids for r in rows], torch.int64)
+            ),
             response_ids=column("response_ids", lambda: Rows.ragged([s.token_ids for s in samples], torch.int64)),
-            rollout_logprobs=column("rollout_logprobs", lambda: Rows.ragged([s.logprobs for s in samples], torch.float32)),
+            rollout_logprobs=column(
+                "rollout_logprobs", lambda: Rows.ragged([s.logprobs for s in samples], torch.float32)
+            ),
             ended=column("ended", lambda: Rows.scalars([s.ended for s in samples], torch.bool)),
             weight=column("weight", lambda: Rows.scalars([prompts.weights[r // n] for r in rows], torch.float32)),
             version=column("version", lambda: Rows.scalars([self.version] * len(rows), torch.int64)),

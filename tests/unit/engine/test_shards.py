@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,27 @@ from verl.errors import UserError
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
-def save(folder: Path, state: dict[str, Any]) -> None:
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     tensors = {f"model.{dtype}": torch.arange(12).view(3, 4).to(dtype) for dtype in DTYPES}
-    save_without_path(tmp_path, tensors)
+    save(tmp_path, tensors)
     return tmp_path, tensors
 
 
-def save_without_path(folder: Path, tensors: dict[str, Tensor]) -> None:
-    class Writer(dcp.FileSystemWriter):
-        def storage_meta(self) -> None:
-            return None
+class PathlessWriter(dcp.FileSystemWriter):
+    def storage_meta(self) -> None:
+        return None
 
-    dcp.save(tensors, storage_writer=Writer(folder), no_dist=True)
+
+def save(folder: Path, state: dict[str, Any]) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(state, storage_writer=PathlessWriter(folder), no_dist=True)
 
 
 def test_whole_tensors_are_read_in_their_own_dtype(saved: tuple[Path, dict[str, Tensor]]) -> None:
     folder, tensors = saved
     reader = Reader(folder)
-    assert {name: entry.size for name, entry in reader.tensors().items()} == {name: (3, 4) for name in tensors}
+    assert {name: entry.size for name, entry in reader.tensors().items()} == dict.fromkeys(tensors, (3, 4))
     for name, tensor in tensors.items():
         read = reader.whole(name)
         assert read.dtype is tensor.dtype and torch.equal(read, tensor)
@@ -66,3 +63,17 @@ def test_metadata_that_would_run_a_command_is_refused(saved: tuple[Path, dict[st
     with pytest.raises(UserError, match=r"\.metadata cannot be read: it names posix\.system"):
         Reader(folder)
     assert not (folder / "harm").exists()
+
+
+def test_entries_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
+    """They would be unpickled."""
+    save(tmp_path, {"model.weight": torch.zeros(2), "notes": {"of": [1, 2]}})
+    with pytest.raises(UserError, match="BytesStorageMetadata, which no checkpoint of verl needs"):
+        Reader(tmp_path)
+
+
+def test_metadata_that_is_cut_off_is_refused(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, _ = saved
+    os.truncate(folder / ".metadata", 40)
+    with pytest.raises(UserError, match=r"\.metadata cannot be read"):
+        Reader(folder)

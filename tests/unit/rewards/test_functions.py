@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -188,9 +189,8 @@ CHAIN_SUM = {
 }
 
 
+@pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="the demo extra is not installed")
 class TestReasoningGym:
-    pytest.importorskip("reasoning_gym")
-
     @pytest.mark.parametrize("entry", [CHAIN_SUM, json.dumps(CHAIN_SUM)], ids=["mapping", "json"])
     @pytest.mark.parametrize(
         ("text", "score"), [("8", 1.0), (" 8\n", 1.0), ("5 + 3 is <answer> 8 </answer>", 1.0), ("7", 0.0), ("", 0.0)]

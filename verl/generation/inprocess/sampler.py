@@ -13,7 +13,12 @@ from torch import Tensor
 
 from verl.generation.types import Sampling
 
+_CPU_LOGITS = 1 << 18
+"""Logits drawn from at once on a CPU. Larger temporaries leave its cache, and malloc returns them to the system after
+each use, so that every page is faulted in anew: three times slower."""
+
 _NUCLEUS_WIDTH = 512
+"""Tokens sorted at first when the edge of a nucleus is looked for."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -32,7 +37,19 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> tuple
         ids [B] and fp32 log-probs [B], under the distribution drawn from. Where a row's logits are not finite, its
         log-prob is NaN.
     """
-    logits = logits.float()
+    assert len(uniforms) == len(logits)
+    num_rows = max(1, _CPU_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    columns = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
+    parts = [
+        _draw_rows(rows.float(), sampling, column)
+        for rows, column in zip(logits.split(num_rows), columns.split(num_rows), strict=True)
+    ]
+    ids, logprobs = zip(*parts, strict=True)
+    return torch.cat(ids), torch.cat(logprobs)
+
+
+def _draw_rows(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """`draw` for fp32 logits [B, V] and double uniforms [B, 1]."""
     if sampling.temperature == 0:
         ids = logits.argmax(-1)
     else:
@@ -40,7 +57,7 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> tuple
     log_total = logits.logsumexp(-1, keepdim=True)
     if sampling.temperature != 0:
         cumulative = (logits - log_total).exp_().cumsum(-1, dtype=torch.float64)
-        drawn = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
+        drawn = uniforms * cumulative[:, -1:]
         # `right`: the first token whose cumulative probability exceeds the draw, hence never one of probability 0.
         # NaN exceeds nothing; the clamp only keeps its index in range.
         ids = torch.searchsorted(cumulative, drawn, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)

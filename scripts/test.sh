@@ -9,7 +9,7 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 say() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 
 # Each test has a limit of its own; this one is for a run that no longer comes to that. $1: seconds.
-tests() { timeout --foreground --kill-after=30 "$1" python -m pytest -q "${@:2}"; }
+tests() { timeout --foreground --kill-after=30 "$1" python -m pytest "${@:2}"; }
 
 lint() {
     say "style"

@@ -592,7 +592,7 @@ def _share(prompts: int, n: int) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    ending = "" if number == 1 else "es" if noun.endswith("tch") else "s"
     return f"{number} {noun}{ending}"
 
 

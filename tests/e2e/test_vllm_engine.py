@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,23 +30,11 @@ PROMPTS = [[1, 50 + i, 300 + 7 * i, 100 + i, 77] for i in range(4)]
 LONG_PROMPT = [1] + [(37 * i) % 400 + 100 for i in range(300)]
 
 
-def _make_rig(folder: Path, tied: bool, tp: int) -> Rig:
-    model = tiny_llama(folder, tied)
-    return Rig(model, start_engine(model, folder, folder / "engine.log", tp=tp))
-
-
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    rig = _make_rig(tmp_path_factory.mktemp("tied"), tied=True, tp=1)
-    rig.engine.wait_ready()
-    rig.load()
-    yield rig
-    rig.engine.close()
-
-
-@pytest.fixture(scope="module")
-def untied_tp2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    rig = _make_rig(tmp_path_factory.mktemp("untied"), tied=False, tp=2)
+    folder = tmp_path_factory.mktemp("tied")
+    model = tiny_llama(folder, tied=True)
+    rig = Rig(model, start_engine(model, folder, folder / "engine.log"))
     rig.engine.wait_ready()
     rig.load()
     yield rig
@@ -53,13 +42,14 @@ def untied_tp2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., VllmEngine]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     """Starts an engine that the test is going to break."""
     engines: list[VllmEngine] = []
 
-    def start(**kwargs: object) -> VllmEngine:
-        engines.append(start_engine(tiny_llama(tmp_path, tied=False), tmp_path, tmp_path / "engine.log", **kwargs))
-        return engines[-1]
+    def start(**kwargs: Any) -> Rig:
+        model = tiny_llama(tmp_path, tied=False)
+        engines.append(start_engine(model, tmp_path, tmp_path / "engine.log", **kwargs))
+        return Rig(model, engines[-1])
 
     yield start
     for engine in engines:
@@ -76,15 +66,17 @@ def _assert_equals_hugging_face(rig: Rig, prompts: list[list[int]]) -> list[list
     return [sample.token_ids for sample in samples]
 
 
-@pytest.mark.parametrize("name", ["tied", "untied_tp2"])
-def test_greedy_is_hugging_faces_before_and_after_new_weights(name: str, request: pytest.FixtureRequest) -> None:
-    rig: Rig = request.getfixturevalue(name)
+def _assert_follows_new_weights(rig: Rig) -> None:
     before = _assert_equals_hugging_face(rig, PROMPTS)
     perturb(rig.model, seed=1)
     rig.load()
     after = _assert_equals_hugging_face(rig, PROMPTS)
     assert before != after
     assert rig.engine.version == rig.version
+
+
+def test_greedy_is_hugging_faces_before_and_after_new_weights(tied: Rig) -> None:
+    _assert_follows_new_weights(tied)
 
 
 def test_a_cached_prefix_does_not_outlive_its_weights(tied: Rig) -> None:
@@ -95,7 +87,7 @@ def test_a_cached_prefix_does_not_outlive_its_weights(tied: Rig) -> None:
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8), (0.7, 0.8)])
-def test_logprobs_are_those_of_the_distribution_that_was_drawn_from(tied: Rig, temperature: float, top_p: float) -> None:
+def test_logprobs_are_of_the_distribution_that_is_drawn_from(tied: Rig, temperature: float, top_p: float) -> None:
     sampling = Sampling(temperature, top_p, 0, 32, (), ignore_eos=True)
     for prompt, sample in zip(PROMPTS, tied.generate(PROMPTS, sampling, seed=10), strict=True):
         logprobs = nucleus_logprobs(tied.logits(prompt, sample.token_ids), temperature, top_p)
@@ -171,30 +163,21 @@ def test_a_consumer_that_stops_early_has_the_rest_aborted(tied: Rig) -> None:
 
 
 def test_a_prompt_that_does_not_fit_is_refused(tied: Rig) -> None:
-    with pytest.raises(ValueError, match="a prompt of 500 tokens and a response of up to 16 do not fit .* 512"):
+    with pytest.raises(ValueError, match=r"a prompt of 500 tokens and a response of up to 16 do not fit .* 512"):
         tied.engine.generate([Request(0, (1,) * 500, seed=0)], GREEDY)
 
 
-def test_names_of_shared_memory_are_gone_when_it_is_ready(untied_tp2: Rig) -> None:
-    assert all("(deleted)" in line for line in _mapped(untied_tp2.engine.pid))
-    assert not {path for path in shared_segments(untied_tp2.engine.pid) if path.exists()}
+LONG = Sampling(1.0, 1.0, 0, 400, (), ignore_eos=True)
 
 
-def _mapped(session: int) -> list[str]:
-    lines = [line for pid in session_members(session) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-    mapped = [line for line in lines if "/dev/shm/psm_" in line or "cpushm" in line]
-    assert mapped, "tensor parallel workers of the CPU meet in shared memory"
-    return mapped
-
-
-def test_a_killed_engine_is_an_error_at_once(start: Callable[..., VllmEngine]) -> None:
-    engine = start()
+def test_a_killed_engine_is_an_error_at_once(start: Callable[..., Rig]) -> None:
+    engine = start().engine
     engine.wait_ready()
     requests = [Request(row, (1, 2, 3), seed=row) for row in range(4)]
     with pytest.raises(EngineError, match=r"rollout replica 3.* no weights"):
         engine.generate(requests, GREEDY)
     engine.load(0)
-    samples = engine.generate(requests, Sampling(1.0, 1.0, 0, 400, (), ignore_eos=True))
+    samples = engine.generate(requests, LONG)
     os.kill(engine.pid, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(EngineError) as error:
@@ -210,22 +193,22 @@ def test_a_killed_engine_is_an_error_at_once(start: Callable[..., VllmEngine]) -
     assert session_members(engine.pid) == []
 
 
-def test_a_hung_engine_is_an_error_after_the_limit(start: Callable[..., VllmEngine]) -> None:
-    engine = start(stage_timeout=30.0)
+def test_a_hung_engine_is_an_error_after_the_limit(start: Callable[..., Rig]) -> None:
+    engine = start(stage_timeout=30.0).engine
     engine.wait_ready()
     engine.load(0)
     engine._stage_timeout = 4.0
-    samples = engine.generate([Request(0, (1, 2, 3), seed=0)], Sampling(1.0, 1.0, 0, 400, (), ignore_eos=True))
+    samples = engine.generate([Request(0, (1, 2, 3), seed=0)], LONG)
     os.kill(engine.pid, signal.SIGSTOP)
     started = time.monotonic()
-    with pytest.raises(EngineError, match="said nothing for 4 s while generating .* was running and has been killed"):
+    with pytest.raises(EngineError, match=r"said nothing for 4 s while generating .* was running and has been killed"):
         list(samples)
     assert 4 <= time.monotonic() - started < 9
     assert session_members(engine.pid) == []
 
 
-def test_an_engine_that_cannot_start_says_why(start: Callable[..., VllmEngine]) -> None:
-    engine = start(no_such_argument=1)
+def test_an_engine_that_cannot_start_says_why(start: Callable[..., Rig]) -> None:
+    engine = start(no_such_argument=1).engine
     with pytest.raises(EngineError) as error:
         engine.wait_ready()
     assert "raised while starting" in str(error.value)
@@ -233,8 +216,8 @@ def test_an_engine_that_cannot_start_says_why(start: Callable[..., VllmEngine]) 
     assert "no_such_argument" in str(error.value)
 
 
-def test_weights_with_a_gap_are_never_generated_with(start: Callable[..., VllmEngine]) -> None:
-    engine = start(leave_out="model.layers.1.mlp.down_proj.weight")
+def test_weights_with_a_gap_are_never_generated_with(start: Callable[..., Rig]) -> None:
+    engine = start(leave_out="model.layers.1.mlp.down_proj.weight").engine
     engine.wait_ready()
     with pytest.raises(EngineError, match=r"loading weights of version 0.*layers\.1\.mlp\.down_proj\.weight"):
         engine.load(0)
@@ -243,22 +226,26 @@ def test_weights_with_a_gap_are_never_generated_with(start: Callable[..., VllmEn
         engine.generate([Request(0, (1, 2, 3), seed=0)], GREEDY)
 
 
-def test_a_killed_worker_is_an_error_at_once(start: Callable[..., VllmEngine]) -> None:
-    engine = start(tp=2)
-    engine.wait_ready()
-    engine.load(0)
-    samples = engine.generate([Request(0, (1, 2, 3), seed=0)], Sampling(1.0, 1.0, 0, 400, (), ignore_eos=True))
-    os.kill(max(_workers(engine.pid)), signal.SIGKILL)
+def test_two_workers(start: Callable[..., Rig]) -> None:
+    """Tensor parallelism, untied: right with the first weights and with new ones; then one worker is killed."""
+    rig = start(tp=2)
+    rig.engine.wait_ready()
+    rig.load()
+    _assert_follows_new_weights(rig)
+
+    session = rig.engine.pid
+    mapped = shared_segments(session)
+    assert mapped, "the workers meet in shared memory"
+    assert not {path for path in mapped if path.exists()}, "whose names are gone, so that no kill can leave them behind"
+
+    samples = rig.engine.generate([Request(0, (1, 2, 3), seed=0)], LONG)
+    worker = max(pid for pid in session_members(session) if "cpushm" in Path(f"/proc/{pid}/maps").read_text())
+    os.kill(worker, signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(EngineError, match="engine worker VllmWorker-1.* ended: -9"):
+    with pytest.raises(EngineError, match=r"engine worker VllmWorker-1.* ended: -9"):
         list(samples)
     assert time.monotonic() - started < 5
-    assert session_members(engine.pid) == []
-
-
-def _workers(session: int) -> list[int]:
-    """The processes with a mapping of the tensor-parallel exchange, in the order of their start."""
-    return [pid for pid in session_members(session) if "cpushm" in Path(f"/proc/{pid}/maps").read_text()]
+    assert session_members(session) == []
 
 
 @pytest.mark.parametrize("moment", ["starting", "ready"])

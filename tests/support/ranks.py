@@ -1,4 +1,4 @@
-"""Ranks of a job as forks of the test process, which has imported torch already: two ranks start in a tenth of a second."""
+"""Ranks of a job as forks of the test process, which has imported torch already: two start in a tenth of a second."""
 
 from __future__ import annotations
 

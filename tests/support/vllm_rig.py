@@ -1,7 +1,7 @@
 """A vLLM engine with a tiny random Llama, and the same model in Hugging Face's code to hold it against.
 
-Run as a module it is a rank: `python -m tests.support.vllm_rig MODEL_FOLDER LOG TP` starts an engine, prints its process
-id and then "ready", and sleeps.
+Run as a module it is a rank: `python -m tests.support.vllm_rig MODEL_FOLDER LOG TP` starts an engine, prints its
+process id and then "ready", and sleeps.
 """
 
 from __future__ import annotations

@@ -96,5 +96,5 @@ def sort_arguments(argv: Sequence[str]) -> Arguments:
 def _remedy(name: str) -> str:
     if name in _REPLACED:
         return "not used here; give the file's path with --config FILE"
-    close = difflib.get_close_matches(name, _KNOWN, n=1)
+    close = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.7)
     return f"unknown flag; did you mean {close[0]}?" if close else "unknown flag; train_ppo.py --help lists all"

@@ -32,7 +32,7 @@ from verl.cli.help import help_text
 from verl.cli.mesh_source import read_mesh
 from verl.cli.places import COMMAND_LINE, Places, read_text, shown
 from verl.cli.settings import fill, unknown
-from verl.config import PPOConfig, problems
+from verl.config import PPOConfig, leaves, problems
 from verl.errors import EXIT_CODE, ConfigError, UserError
 from verl.mesh.document import read
 from verl.mesh.resolve import collapse, refuse_one_process
@@ -205,8 +205,10 @@ def _store_primary(arguments: Arguments) -> None:
     multirun = arguments.has(MULTIRUN)
     fixed = [override.key_or_group for override in _parsed(arguments.overrides) if not override.is_sweep_override()]
     store = ConfigStore.instance()
-    defaults = OmegaConf.to_container(OmegaConf.structured(PPOConfig), enum_to_str=True)
-    assert isinstance(defaults, dict)
+    defaults = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(PPOConfig), enum_to_str=True))
+    for name, value in leaves(PPOConfig()):
+        if isinstance(value, dict):  # the keys are the user's
+            OmegaConf.set_struct(OmegaConf.select(defaults, name), False)
     store.store(_DEFAULTS, defaults)
     primary = {
         "defaults": [

@@ -58,7 +58,7 @@ def _section(section: Any, prefix: str, docs: dict[tuple[str, str], str]) -> Ite
         doc = docs[owner.__name__, entry.name]
         value = vars(section)[entry.name]
         if is_dataclass(value):
-            yield f"\n{prefix}{entry.name}: {doc}"
+            yield "\n" + textwrap.fill(f"{prefix}{entry.name}: {doc}", _WIDTH)
             yield from _section(value, f"{prefix}{entry.name}.", docs)
         else:
             choices = [

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from verl.config import PPOConfig, leaves
 from verl.mesh.document import shorten
@@ -34,17 +34,18 @@ def fill(values: dict[str, Any], place: Place) -> tuple[DictConfig, list[str]]:
     settings = OmegaConf.structured(PPOConfig)
     problems: list[str] = []
     _fill(settings, PPOConfig, values, "", place, problems)
-    problems += [
-        f"{place(name)}: {name}: required; set {name}=VALUE" for name in sorted(OmegaConf.missing_keys(settings))
-    ]
     return settings, problems
 
 
 def unknown(name: str, place: str) -> str:
     """The message for a setting that does not exist, with the names that resemble it."""
-    key = name.rpartition(".")[2]
-    same = [known for known in _NAMES if known.rpartition(".")[2] == key]
-    close = same or difflib.get_close_matches(shorten(name), _NAMES, n=3)
+    section, dot, key = name.rpartition(".")
+    siblings = {
+        known.removeprefix(section + dot).partition(".")[0] for known in _NAMES if known.startswith(section + dot)
+    }
+    close = [known for known in _NAMES if known.rpartition(".")[2] == key]
+    close = close or [section + dot + match for match in difflib.get_close_matches(shorten(key), siblings, n=1)]
+    close = close or difflib.get_close_matches(shorten(name), _NAMES, n=2)
     remedy = f"did you mean {', '.join(close)}?" if close else "train_ppo.py --help lists all"
     return f"{place}: {shorten(name)}: unknown setting; {remedy}"
 
@@ -64,6 +65,8 @@ def _fill(
                 problems.append(f"{place(name)}: {name}: holds settings ({name}.KEY=VALUE), got {_show(value)}")
         else:
             try:
+                if hints[key] is bool and isinstance(value, int | float) and not isinstance(value, bool):
+                    raise ValidationError("OmegaConf would take every number but 0 for true")
                 section[key] = value
             except OmegaConfBaseException:
                 problems.append(f"{place(name)}: {name}: needs {_expected(hints[key])}, got {_show(value)}")

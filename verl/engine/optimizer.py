@@ -14,7 +14,10 @@ from verl.model.load import hf_parameters
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (0-based): linear warm-up from 0, then the schedule down to 0 at `total_steps`."""
+    """The rate of optimizer step `step` (0-based): a linear warm-up, then the schedule down to 0 at `total_steps`.
+
+    Step s of W warm-up steps has (s + 1) / W of the peak, so that no step is taken with rate 0.
+    """
     if step < config.lr_warmup_steps:
         return config.lr * (step + 1) / config.lr_warmup_steps
     if config.lr_scheduler is Schedule.constant:

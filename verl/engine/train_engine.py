@@ -1,4 +1,4 @@
-"""One engine for actor, critic, reference and reward model: packed micro-batches forward, and forward-backward with a step."""
+"""One engine for actor, critic, reference and reward model: forward, and forward-backward with an optimizer step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl.model.packing import MicroBatch, Sequences, dummy_micro_batch, pack, p
 from verl.parallel.parallelize import ParallelPlan, parallelize
 
 Loss = Callable[[TokenOutputs, Tensor], Tensor]
-"""(outputs of a micro-batch [k], where its tokens stand in the rank's flat outputs [k]) -> its share of the global loss."""
+"""(outputs of a micro-batch [k], where they stand in the rank's flat outputs [k]) -> its share of the global loss."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class TrainEngine:
     def __init__(self, spec: EngineSpec, groups: Groups, device: torch.device, beat: Callable[[], None]) -> None:
         self.spec, self.groups, self.device, self._beat = spec, groups, device, beat
         kernel = attention(spec.attn_implementation, device)
-        # packed sequences stay apart by position on flash attention; SDPA needs a dense mask, whose cost grows with time^2
+        # flash attention keeps packed sequences apart by position; SDPA takes a dense mask, whose cost is time^2
         self._row_capacity = spec.max_tokens_per_micro_batch if kernel.startswith("flash") else None
         config = read_config(spec.folder, spec.trust_remote_code)
         stored = torch.float32 if spec.trained else spec.dtype
         self.model = meta_model(config, spec.head, stored, kernel, spec.logprob_chunk_tokens, spec.trust_remote_code)
         parallelize(self.model, groups.mesh, self._plan())
         materialise(self.model, device)
-        load_shards(self.model, spec.folder, spec.seed)
+        load_shards(self.model, spec.folder, spec.seed, beat)
         self.model.train(spec.trained)
         self.model.requires_grad_(spec.trained)
         self.optimizer: Optimizer | None = None
@@ -109,7 +109,7 @@ class TrainEngine:
         return batches + [dummy_micro_batch()] * (max(1, int(most)) - len(plan))
 
     def _sync_gradients(self, last: bool) -> None:
-        """Reduce gradients once, in the last micro-batch's backward; until then parameters stay gathered if they may."""
+        """Reduce gradients in the last micro-batch's backward alone; until then parameters stay gathered if they may."""
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last)
         self.model.set_is_last_backward(last)

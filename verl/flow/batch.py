@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -59,28 +59,17 @@ class Rows:
         lengths = self.lengths[rows.start : rows.stop]
         return Rows(self.values[start : start + int(lengths.sum())], lengths)
 
-    def select(self, rows: Sequence[int]) -> Rows:
-        """Rows in the order given."""
-        parts = self.split()
-        return Rows(torch.cat([parts[r] for r in rows]), self.lengths[torch.tensor(rows, dtype=torch.int64)])
-
     def __len__(self) -> int:
         return len(self.lengths)
 
 
-class Source(Protocol):
-    """Rows on their way: `arrived` waits for them."""
-
-    def arrived(self, role: str, name: str) -> Rows: ...
-
-
 class Column:
-    """One column of a batch of `size` rows: on a rank of one of its homes the rows held there, elsewhere only where they are."""
+    """One column of a batch of `size` rows: the rows held here on a rank of one of its homes, elsewhere where they are."""
 
     def __init__(self, name: str, size: int, homes: Sequence[Home], rank: int) -> None:
         self.name, self.size, self.rank = name, size, rank
         self.homes = {home.role: home for home in homes}
-        self._local: dict[str, Rows | Source] = {}
+        self._local: dict[str, Rows | Callable[[], Rows]] = {}
 
     @classmethod
     def produced(cls, name: str, size: int, placement: Placement, rank: int, rows: Rows | None) -> Column:
@@ -97,7 +86,8 @@ class Column:
         column._local = {role: held for role, held in self._local.items() if self.homes[role] == column.homes[role]}
         return column
 
-    def put(self, role: str, rows: Rows | Source) -> None:
+    def put(self, role: str, rows: Rows | Callable[[], Rows]) -> None:
+        """Rows of this rank, or, while they are on their way, what waits for them."""
         self._local[role] = rows
 
     def on(self, placement: Placement) -> Rows:
@@ -107,21 +97,22 @@ class Column:
     def held(self, role: str) -> Rows:
         held = self._local.get(role)
         if held is None:
-            places = "; ".join(f"{home.role} ranks {home.ranks}" for home in self.homes.values())
             raise RuntimeError(
-                f"rank {self.rank} reads '{self.name}' for {role}, but it lives on {places}. "
+                f"rank {self.rank} reads '{self.name}' for {role}, but it lives on {self._places()}. "
                 f"Hand it over to {role} first, or branch on agree(...)."
             )
         if not isinstance(held, Rows):
-            held = self._local[role] = held.arrived(role, self.name)
+            held = self._local[role] = held()
         return held
 
     def _refuse(self, asked: str) -> RuntimeError:
-        places = "; ".join(f"{home.role} ranks {home.ranks}" for home in self.homes.values())
         return RuntimeError(
-            f"rank {self.rank} asks the {asked} of '{self.name}', which lives on {places}: the ranks would take different "
-            f"branches. Branch on agree(value, source), or read the rows with .on(placement)."
+            f"rank {self.rank} asks the {asked} of '{self.name}', which lives on {self._places()}: the ranks would "
+            f"take different branches. Branch on agree(value, source), or read the rows with .on(placement)."
         )
+
+    def _places(self) -> str:
+        return "; ".join(f"{home.role} ranks {home.ranks}" for home in self.homes.values())
 
     def __bool__(self) -> bool:
         raise self._refuse("truth")
@@ -143,6 +134,9 @@ class Record:
                 yield field.name, value
 
     def with_columns(self, new: dict[str, Column]) -> Self:
+        """The same record with other columns at these names; `responses.weight` is a column of a record inside."""
+        unknown = [name for name in new if name.split(".")[0] not in vars(self)]
+        assert not unknown, f"{type(self).__name__} has no {unknown}"
         changes: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)

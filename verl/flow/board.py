@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-POLL_SECONDS = 0.5
+logger = logging.getLogger(__name__)
+
+WRITE_SECONDS = 0.5
+"""How old a line on the board may be."""
+LOOKS = 60
+"""How often a watchdog looks at the ranks that it waits for while the limit passes."""
+EXIT_SECONDS = 10.0
+"""What the clean-up may take when the watchdog ends the process."""
 
 
 class StalledError(RuntimeError):
@@ -26,124 +34,153 @@ class StalledError(RuntimeError):
 class Entry:
     """One rank's line on the board."""
 
+    pulse: int
+    """Counts the watchdog's writes: a process that is stopped or gone makes none, whatever it was doing."""
     beat: int
-    """Counts every sign of life."""
+    """Counts the main thread's signs of life."""
     time: float
+    """When it entered the stage, or gave the last sign of life in it (seconds since the epoch, its own clock)."""
     stage: str
     waits_for: tuple[int, ...] = ()
 
     def dump(self) -> str:
-        return json.dumps([self.beat, self.time, self.stage, self.waits_for])
+        return json.dumps([self.pulse, self.beat, self.time, self.stage, self.waits_for])
 
     @classmethod
     def load(cls, raw: bytes) -> Entry:
-        beat, at, stage, waits_for = json.loads(raw)
-        return cls(beat, at, stage, tuple(waits_for))
+        pulse, beat, at, stage, waits_for = json.loads(raw)
+        return cls(pulse, beat, at, stage, tuple(waits_for))
+
+
+NO_SIGN = Entry(-1, -1, 0.0, "no sign yet")
 
 
 class Board:
     """This rank's line, and the reading of the others'.
 
-    The main thread writes; a daemon thread with a store connection of its own watches, since a blocking call on a
-    shared connection would stop it too.
+    The main thread says where it is. A daemon thread with a store connection of its own writes that down and watches,
+    since a blocking call of the main thread, or a store that is gone, must not stop the one or raise in the other.
     """
 
     def __init__(self, rank: int, world: int, connect: Callable[[], dist.Store] | None, timeout: float) -> None:
-        """`connect` opens a new connection to the job's store; None in a job of one process, which has nobody to tell."""
+        """`connect` opens a connection to the job's store; None in a job of one process, which has nobody to tell."""
         self.rank, self.world, self.timeout = rank, world, timeout
         self.on_stall: list[Callable[[], None]] = []
         """Called before the process ends itself: stop the children."""
-        self._store = connect() if connect else None
-        self._entry = Entry(0, time.time(), "start")
-        self._lock = threading.Lock()
-        self._sent = 0.0
-        self._write(force=True)
+        self._entry = Entry(0, 0, time.time(), "start")
+        self._seen: dict[tuple[int, str], tuple[int, float]] = {}
         self._stop = threading.Event()
         if connect:
-            self._watcher = threading.Thread(target=self._watch, args=(connect(),), name="verl-watchdog", daemon=True)
-            self._watcher.start()
+            watch = threading.Thread(target=self._watch, args=(connect(),), name="verl-watchdog", daemon=True)
+            watch.start()
 
     def at(self, stage: str) -> None:
         """The main thread enters a stage."""
-        self._entry = Entry(self._entry.beat + 1, time.time(), stage)
-        self._write(force=True)
+        self._moved(stage, ())
 
     def beat(self) -> None:
         """A sign of life inside a stage: a finished sample, a micro-batch."""
-        self._entry = Entry(self._entry.beat + 1, time.time(), self._entry.stage, self._entry.waits_for)
-        self._write(force=False)
+        self._moved(self._entry.stage, self._entry.waits_for)
 
     @contextmanager
     def waiting(self, ranks: Sequence[int], what: str) -> Iterator[None]:
-        """Around a wait for other ranks: it may last as long as they show signs of life."""
+        """Around a wait for other ranks: it may last as long as they show signs of life. `ranks` may be empty.
+
+        Every rank without which the wait does not end belongs to it, the receivers of a send too: a rank that waits
+        for nobody is itself to blame when it stands still.
+        """
+        if not ranks:
+            yield
+            return
         before = self._entry
-        self._entry = Entry(
-            before.beat + 1, time.time(), f"{before.stage}: waits for {what} from rank {_list(ranks)}", tuple(ranks)
-        )
-        self._write(force=True)
+        whom = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_list(ranks)}"
+        self._moved(f"{before.stage}: waits for {whom}: {what}", tuple(ranks))
         yield
-        self._entry = Entry(self._entry.beat + 1, time.time(), before.stage, before.waits_for)
-        self._write(force=True)
+        self._moved(before.stage, before.waits_for)
 
     def close(self) -> None:
         self._stop.set()
 
-    def _write(self, force: bool) -> None:
-        now = time.monotonic()
-        if self._store is None or not (force or now - self._sent > POLL_SECONDS):
-            return
-        self._sent = now
-        self._store.set(f"board/{self.rank}", self._entry.dump())
+    def _moved(self, stage: str, waits_for: tuple[int, ...]) -> None:
+        self._entry = Entry(0, self._entry.beat + 1, time.time(), stage, waits_for)
+
+    # -- the watchdog's thread -------------------------------------------------------------------------------------
 
     def _watch(self, store: dist.Store) -> None:
-        store.set_timeout(timedelta(seconds=max(5.0, POLL_SECONDS)))
-        seen: dict[int, tuple[int, float]] = {}
-        while not self._stop.wait(POLL_SECONDS):
+        store.set_timeout(timedelta(seconds=5))
+        pulse, next_look = 0, 0.0
+        while not self._stop.wait(WRITE_SECONDS if pulse else 0.0):
+            pulse += 1
             try:
-                culprit = self._stalled(self.rank, store, seen, ())
-            except RuntimeError:
-                # the store is gone: its host has ended, and torchrun is ending this rank too
+                store.set(_key(self.rank), replace(self._entry, pulse=pulse).dump())
+                if time.monotonic() >= next_look:
+                    next_look = time.monotonic() + self.timeout / LOOKS
+                    fault = self._fault(store)
+                    if fault is not None and not self._stop.is_set():
+                        self._end(fault, store)
+            except dist.DistStoreError as error:
+                logger.warning("the job's store was slow to answer the watchdog, which looks again: %s", error)
+            except dist.DistNetworkError as error:
+                if not self._stop.is_set():
+                    logger.warning("the job's store is gone, so that nobody watches rank %d: %s", self.rank, error)
                 return
-            if culprit is not None and not self._stop.is_set():
-                self._end(culprit, store)
 
-    def _stalled(
-        self, rank: int, store: dist.Store, seen: dict[int, tuple[int, float]], path: tuple[int, ...]
-    ) -> int | None:
-        """The rank at the end of a chain of waits that has shown no sign of life for the limit, or None."""
-        entry = self._entry if rank == self.rank else self._read(rank, store)
-        if entry is None or rank in path:
-            return None
-        beat, since = seen.setdefault(rank, (entry.beat, time.monotonic()))
-        if beat != entry.beat:
-            seen[rank] = (entry.beat, time.monotonic())
-            return None
-        if entry.waits_for:
-            culprits = [self._stalled(other, store, seen, (*path, rank)) for other in entry.waits_for]
-            return next((c for c in culprits if c is not None), None)
-        return rank if time.monotonic() - since > self.timeout else None
+    def _fault(self, store: dist.Store) -> str | None:
+        """Who keeps this rank waiting, directly or through others, and has stood still for the limit. None: nobody."""
+        reached: dict[int, Entry] = {}
+        ahead = [self.rank]
+        while ahead:
+            rank = ahead.pop()
+            if rank not in reached:
+                reached[rank] = self._read(rank, store)
+                ahead += reached[rank].waits_for
+        stopped = [r for r, entry in reached.items() if r != self.rank and self._still(r, "pulse", entry.pulse)]
+        still = [r for r, entry in reached.items() if self._still(r, "beat", entry.beat)]
+        culprits = stopped + [r for r in still if not reached[r].waits_for]
+        if culprits:
+            waits = "" if culprits[0] == self.rank else f"rank {self.rank} waits, and "
+            return f"{waits}rank {culprits[0]} has shown no sign of life"
+        if len(still) == len(reached):
+            return f"ranks {_list(sorted(reached))} wait for each other, and none of them has moved"
+        return None
 
-    def _read(self, rank: int, store: dist.Store) -> Entry | None:
-        key = f"board/{rank}"
-        return Entry.load(store.get(key)) if store.check([key]) else None
+    def _still(self, rank: int, what: str, count: int) -> bool:
+        """Whether a rank's count has stood still for the limit, as far as this rank has looked."""
+        now = time.monotonic()
+        last, since = self._seen.get((rank, what), (None, now))
+        if count != last:
+            self._seen[rank, what] = count, now
+            return False
+        return now - since > self.timeout
 
-    def _end(self, culprit: int, store: dist.Store) -> None:
-        """The main thread hangs in a wait that cannot be interrupted, so the process reports and leaves by force."""
-        rows = [(r, self._entry if r == self.rank else self._read(r, store)) for r in range(self.world)]
+    def _read(self, rank: int, store: dist.Store) -> Entry:
+        if rank == self.rank:
+            return self._entry
+        return Entry.load(store.get(_key(rank))) if store.check([_key(rank)]) else NO_SIGN
+
+    def _end(self, fault: str, store: dist.Store) -> None:
+        """The main thread may hang in a wait that cannot be interrupted, so the process reports and leaves by force."""
         now = time.time()
-        lines = [
-            f"  rank {r}: {e.stage} (for {now - e.time:.0f} s)" if e else f"  rank {r}: no sign yet" for r, e in rows
-        ]
-        place = f"rank {culprit}" if culprit == self.rank else f"rank {self.rank} waits, and rank {culprit}"
-        error = StalledError(
-            f"{place} has shown no sign of life for trainer.stage_timeout = {self.timeout:g} s. Where every rank is:\n"
-            + "\n".join(lines)
-        )
-        print(f"verl: {error}", file=sys.stderr, flush=True)
+        lines = [f"{fault} for trainer.stage_timeout = {self.timeout:g} s. Where every rank is:"]
+        for rank in range(self.world):
+            entry = self._read(rank, store)
+            lines.append(f"  rank {rank}: {entry.stage}" + (f" (for {now - entry.time:.0f} s)" if entry.time else ""))
+        error = StalledError("\n".join(lines))
+        sys.stderr.write(f"verl: {error}\n")
+        sys.stderr.flush()
         get_error_handler().record_exception(error)
-        for stop in self.on_stall:
-            stop()
-        os._exit(1)
+        by_force = threading.Timer(EXIT_SECONDS, os._exit, args=(1,))
+        by_force.daemon = True
+        by_force.start()
+        try:
+            for stop in self.on_stall:
+                stop()
+        finally:
+            os._exit(1)
+
+
+def _key(rank: int) -> str:
+    return f"board/{rank}"
 
 
 def _list(ranks: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -30,19 +31,26 @@ class Placed(Protocol):
 
 @dataclass(frozen=True)
 class Posted:
-    """A send on its way; it keeps the tensor alive."""
+    """A send on its way, which keeps the tensor alive."""
 
     work: dist.Work
     tensor: Tensor
     dst: int
 
 
+def post(tensor: Tensor, dst: int, group: dist.ProcessGroup, tag: int) -> Posted:
+    work = dist.isend(tensor, dst, group=group, tag=tag)
+    assert work is not None
+    return Posted(work, tensor, dst)
+
+
 class Exchange:
-    """The hand-overs of one program, numbered alike on every rank. Call it: `record = hand_over(record, to=(actor, critic))`."""
+    """The hand-overs of one program, numbered alike on every rank. Call it: `record = hand_over(record, to=(role,))`."""
 
     def __init__(self, rank: int, group: dist.ProcessGroup, board: Board, check_program: bool = False) -> None:
         """`group`: a gloo group of all ranks that carries nothing else."""
         self.rank, self.group, self._board = rank, group, board
+        self._others = [other for other in range(dist.get_world_size()) if other != rank]
         self._number = 0
         self._check = check_program
         self._log: list[str] = []
@@ -69,7 +77,7 @@ class Exchange:
         self._note(f"agree from {source}")
         raw = json.dumps(value).encode() if self.rank == source else b""
         size = torch.tensor([len(raw)])
-        with self._board.waiting([source] if self.rank != source else [], "an agreement"):
+        with self._board.waiting(self._others, f"an agreement with rank {source}"):
             dist.broadcast(size, source, group=self.group)
             data = (
                 torch.frombuffer(bytearray(raw), dtype=torch.uint8)
@@ -80,9 +88,10 @@ class Exchange:
         return json.loads(bytes(data.numpy()))
 
     def settle(self, report: bytes) -> list[bytes] | None:
-        """The end of a step: pull what was handed over and never read, wait for the sends, give rank 0 every rank's report.
+        """The end of a step: pull what was handed over and never read, wait for the sends, report to rank 0.
 
-        A gloo send ends only when its receiver has it, so an unread column would hold its sender.
+        A gloo send ends only when its receiver has it, so an unread column would hold its sender. Returns every rank's
+        report on rank 0.
         """
         for arrival in self._open:
             arrival.pull()
@@ -102,21 +111,19 @@ class Exchange:
     def _move(self, source: Home, columns: dict[str, Column], targets: tuple[Home, ...]) -> dict[str, Column]:
         self._number += 1
         size = next(iter(columns.values())).size
+        assert all(column.size == size for column in columns.values()), {n: c.size for n, c in columns.items()}
         self._note(f"{sorted(columns)} of {size} rows from {source} to {targets}")
         moves = plan(source, targets, size)
         for move in moves:
             if move.src == self.rank and move.dst != self.rank:
                 self._send(move, [_held(column, source, self.rank, move.rows) for column in columns.values()])
-        arrival = Arrival(
-            self, self._number, source, list(columns.values()), [m for m in moves if m.dst == self.rank], size
-        )
+        arrival = Arrival(self, self._number, source, columns, [move for move in moves if move.dst == self.rank])
         moved = {}
         for name, column in columns.items():
             moved[name] = column.living_also_on(targets)
             for home in targets:
                 if self.rank in home.ranks:
-                    moved[name].put(home.role, arrival)
-                    arrival.expect(home)
+                    moved[name].put(home.role, partial(arrival.rows, name, home.rows(self.rank, size)))
         if arrival.moves:
             self._open.append(arrival)
         return moved
@@ -125,12 +132,7 @@ class Exchange:
         self._sent += self._post(move.dst, wire.pack(self._number, columns), self._number)
 
     def _post(self, dst: int, message: tuple[Tensor, Tensor], tag: int) -> list[Posted]:
-        posted = []
-        for tensor in message:
-            work = dist.isend(tensor, dst, group=self.group, tag=tag)
-            assert work is not None
-            posted.append(Posted(work, tensor, dst))
-        return posted
+        return [post(tensor, dst, self.group, tag) for tensor in message]
 
     def _finish(self, posted: list[Posted], what: str) -> None:
         if posted:
@@ -146,7 +148,7 @@ class Exchange:
             dist.recv(head, src, group=self.group, tag=number)
             body = torch.empty(wire.body_size(head, number, num_columns, place), dtype=torch.uint8)
             dist.recv(body, src, group=self.group, tag=number)
-        return wire.unpack(body, num_columns)
+        return wire.unpack(body, num_columns, place)
 
     # -- the end of a step -----------------------------------------------------------------------------------------
 
@@ -155,10 +157,10 @@ class Exchange:
         if self.rank:
             self._finish(self._reports, "the receipt of the last step's report")
             self._reports = self._post(
-                0, wire.pack(self._number, [Rows.scalars(list(report), torch.uint8)]), self._number
+                0, wire.pack(self._number, [Rows.ragged([list(report)], torch.uint8)]), self._number
             )
             return None
-        others = [self.receive(src, self._number, 1, "a step's report") for src in range(1, dist.get_world_size())]
+        others = [self.receive(src, self._number, 1, "a step's report") for src in self._others]
         return [report] + [bytes(rows[0].values.numpy()) for rows in others]
 
     def _note(self, line: str) -> None:
@@ -169,7 +171,8 @@ class Exchange:
         """All ranks' hand-over logs of the step must be equal; the first line that differs is named."""
         digest = torch.tensor(list(hashlib.sha256("\n".join(self._log).encode()).digest()), dtype=torch.uint8)
         digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
-        dist.all_gather(digests, digest, group=self.group)
+        with self._board.waiting(self._others, "the comparison of programs"):
+            dist.all_gather(digests, digest, group=self.group)
         if any(not torch.equal(other, digest) for other in digests):
             logs: list[Any] = [None] * len(digests)
             dist.all_gather_object(logs, self._log, group=self.group)
@@ -181,41 +184,33 @@ class Arrival:
     """One hand-over's rows on the way to this rank, for all of its columns and all of the roles that it serves here."""
 
     def __init__(
-        self, exchange: Exchange, number: int, source: Home, columns: list[Column], moves: list[Move], size: int
+        self, exchange: Exchange, number: int, source: Home, columns: dict[str, Column], moves: list[Move]
     ) -> None:
+        """`moves`: those to this rank, ascending in their rows."""
         self.moves = moves
-        self._exchange, self._number, self._source, self._size = exchange, number, source, size
-        self._columns = columns
-        self._parts: dict[str, list[Rows]] = {}
-        self._homes: dict[str, Home] = {}
-
-    def expect(self, home: Home) -> None:
-        self._homes[home.role] = home
+        self._exchange, self._number, self._source, self._columns = exchange, number, source, columns
+        self._parts: list[dict[str, Rows]] = []
 
     def pull(self) -> None:
         """Receive what has not been received yet."""
-        if self._parts:
-            return
-        parts: dict[str, list[Rows]] = {column.name: [] for column in self._columns}
-        for move in self.moves:
-            if move.src == self._exchange.rank:
-                rows = [_held(column, self._source, move.src, move.rows) for column in self._columns]
-            else:
-                what = ", ".join(parts)
-                rows = self._exchange.receive(move.src, self._number, len(self._columns), what)
-            for column, part in zip(self._columns, rows, strict=True):
-                parts[column.name].append(part)
-        self._parts = parts
+        if not self._parts:
+            self._parts = [dict(zip(self._columns, self._receive(move), strict=True)) for move in self.moves]
 
-    def arrived(self, role: str, name: str) -> Rows:
+    def rows(self, name: str, wanted: range) -> Rows:
+        """These rows of one column; waits for them."""
         self.pull()
-        wanted = self._homes[role].rows(self._exchange.rank, self._size)
         cut = []
-        for move, part in zip(self.moves, self._parts[name], strict=True):
+        for move, parts in zip(self.moves, self._parts, strict=True):
             both = range(max(wanted.start, move.rows.start), min(wanted.stop, move.rows.stop))
             if both:
-                cut.append(part.take(range(both.start - move.rows.start, both.stop - move.rows.start)))
+                cut.append(parts[name].take(range(both.start - move.rows.start, both.stop - move.rows.start)))
         return Rows.cat(cut)
+
+    def _receive(self, move: Move) -> list[Rows]:
+        if move.src == self._exchange.rank:
+            return [_held(column, self._source, move.src, move.rows) for column in self._columns.values()]
+        what = ", ".join(self._columns)
+        return self._exchange.receive(move.src, self._number, len(self._columns), what)
 
 
 def _held(column: Column, source: Home, rank: int, rows: range) -> Rows:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "dp", "tp")
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Placement:
-    """A role's ranks, in listed order: tensor-parallel peers are neighbours, then data-parallel ones, then pipeline stages.
+    """A role's ranks, in listed order: tensor-parallel peers are neighbours, then data-parallel ones, then stages.
 
     Rank i of the list stands at (pp, dp, tp) = (i // (dp * tp), i // tp % dp, i % tp).
     """
@@ -68,7 +72,7 @@ class Placement:
 
     @property
     def inputs(self) -> Home:
-        """Who takes input rows: every rank of a data-parallel index, on all stages (micro-batch shapes are needed there)."""
+        """Who takes input rows: every rank of a data-parallel index, on all stages, which need the rows' lengths."""
         return self._home(range(self.pp))
 
     @property
@@ -102,41 +106,45 @@ class Groups:
     everyone: dist.ProcessGroup
     """All ranks of the role, gloo: objects, barriers, checkpoints."""
     rows: dist.ProcessGroup
-    """The ranks that hold different output rows at this rank's (pp, tp) place, gloo: sums over the batch."""
+    """The ranks at this rank's (pp, tp) place, one of each data-parallel index, gloo: sums over the batch."""
 
 
 def make_groups(placements: Sequence[Placement], rank: int, device_type: str, timeout: timedelta) -> dict[str, Groups]:
-    """The groups of every role. All ranks make all groups in the same order, members or not: a group's name counts those before it."""
+    """The groups of every role that `rank` serves.
+
+    All ranks make all groups in the same order, members or not: a group's name counts those before it.
+    """
     made: dict[str, Groups] = {}
     for place in placements:
-        mesh = _ordered_mesh(place, rank, device_type, timeout)
+        ranks = torch.tensor(place.ranks).view(place.pp, place.dp, place.tp)
+        axes = [_axis_group(place.role, name, ranks, rank, timeout, None) for name in AXES]
         everyone = _new_group(place.ranks, f"{place.role}.all", timeout, "gloo")
-        rows = [
-            _new_group(tuple(group[i] for group in place.outputs.groups), f"{place.role}.rows", timeout, "gloo")
-            for i in range(len(place.outputs.groups[0]))
-        ]
-        if mesh is not None:
-            made[place.role] = Groups(mesh, everyone, rows[place.coordinate(rank).tp if len(rows) > 1 else 0])
+        rows = _axis_group(place.role, "dp", ranks, rank, timeout, "gloo")
+        if rank in place.ranks:
+            # made of groups in the listed order: DeviceMesh(tensor) would sort their ranks, and a shard would then land
+            # at another rank's coordinate
+            mine = [group for group in axes if group is not None]
+            mesh = DeviceMesh.from_group(mine, device_type, mesh=ranks, mesh_dim_names=AXES)
+            assert rows is not None
+            made[place.role] = Groups(mesh, everyone, rows)
     return made
 
 
-def _ordered_mesh(place: Placement, rank: int, device_type: str, timeout: timedelta) -> DeviceMesh | None:
-    """A mesh that keeps the listed order. `DeviceMesh(tensor)` sorts the ranks of a group, and a shard then lands at another's coordinate."""
-    names = ("pp", "dp", "tp")
-    ranks = torch.tensor(place.ranks).view(place.pp, place.dp, place.tp)
-    mine: list[dist.ProcessGroup] = []
-    for axis, name in enumerate(names):
-        for members in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist():
-            group = _new_group(members, f"{place.role}.{name}", timeout, None)
-            if rank in members:
-                mine.append(group)
-    if not mine:
-        return None
-    return DeviceMesh.from_group(mine, device_type, mesh=ranks, mesh_dim_names=names)
+def _axis_group(
+    role: str, axis: str, ranks: Tensor, rank: int, timeout: timedelta, backend: str | None
+) -> dist.ProcessGroup | None:
+    """Makes the groups along one axis of `ranks` (pp, dp, tp); the one that `rank` is in."""
+    mine = None
+    number = AXES.index(axis)
+    for members in ranks.movedim(number, -1).reshape(-1, ranks.shape[number]).tolist():
+        group = _new_group(members, f"{role}.{axis}", timeout, backend)
+        mine = group if rank in members else mine
+    return mine
 
 
 def _new_group(ranks: Sequence[int], name: str, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), timeout=timeout, backend=backend, sort_ranks=False, group_desc=name)
+    group = dist.new_group(list(ranks), timeout=timeout, backend=backend, sort_ranks=False, group_desc=name)
+    return cast(dist.ProcessGroup, group)  # on a rank that is no member a placeholder
 
 
 def make_world_group(name: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -19,16 +19,21 @@ class Move:
 def plan(source: Home, targets: tuple[Home, ...], size: int) -> tuple[Move, ...]:
     """The moves that give every rank of `targets` its rows, each row once, in ascending order for each reader.
 
-    A rank keeps what it holds; other rows come from the group that holds them, its ranks taking turns over the readers.
+    A rank keeps what it holds; other rows come from that rank of the group holding them that has sent the fewest.
     """
     moves = []
+    sent = dict.fromkeys(source.ranks, 0)
     for reader in sorted({rank for home in targets for rank in home.ranks}):
         for wanted in _union([home.rows(reader, size) for home in targets if reader in home.ranks]):
             for index, group in enumerate(source.groups):
                 held = source.share(index, size)
                 both = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
-                if both:
-                    moves.append(Move(reader if reader in group else group[reader % len(group)], reader, both))
+                if not both:
+                    continue
+                src = reader if reader in group else min(group, key=sent.__getitem__)
+                if src != reader:
+                    sent[src] += len(both)
+                moves.append(Move(src, reader, both))
     return tuple(moves)
 
 

@@ -42,20 +42,31 @@ def body_size(head: Tensor, number: int, num_columns: int, place: str) -> int:
         )
     if (their_number, columns) != (number, num_columns):
         raise ProtocolError(
-            f"{place}: hand-over {number} with {num_columns} columns was awaited, but {their_number} with {columns} came. "
-            f"The ranks run different programs: set debug.check_program=true to see where they part."
+            f"{place}: hand-over {number} with {num_columns} columns was awaited, but {their_number} with {columns} "
+            f"came. The ranks run different programs: set debug.check_program=true to see where they part."
         )
     return size
 
 
-def unpack(body: Tensor, num_columns: int) -> list[Rows]:
+def unpack(body: Tensor, num_columns: int, place: str) -> list[Rows]:
+    """The columns of a body. Raises ProtocolError where its parts do not add up."""
     columns, at = [], 0
-    for _ in range(num_columns):
+    for number in range(num_columns):
+        if at + COLUMN.size > len(body):
+            raise ProtocolError(f"{place}: the message ends in column {number} of {num_columns}")
         kind, rows, total = COLUMN.unpack(bytes(body[at : at + COLUMN.size].numpy()))
         at += COLUMN.size
+        if kind >= len(DTYPES):
+            raise ProtocolError(f"{place}: column {number} has the unknown dtype {kind}. Run one verl on all nodes.")
+        if at + rows * torch.int64.itemsize + total * DTYPES[kind].itemsize > len(body):
+            raise ProtocolError(f"{place}: the message ends in column {number} of {num_columns}")
         lengths, at = _typed(body, at, rows, torch.int64)
+        if (lengths < 0).any() or (lengths > total).any() or int(lengths.sum()) != total:
+            raise ProtocolError(f"{place}: column {number} has {total} values, its rows have other lengths")
         values, at = _typed(body, at, total, DTYPES[kind])
         columns.append(Rows(values, lengths))
+    if at != len(body):
+        raise ProtocolError(f"{place}: {len(body) - at} bytes are left over behind {num_columns} columns")
     return columns
 
 

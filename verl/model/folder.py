@@ -20,8 +20,8 @@ def local_folder(path: str, role: str, fetch: bool) -> Path:
         return folder
     if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
         raise UserError(
-            f"{role}: no model folder at '{path}' (looked in {folder.absolute()}). Set the path to a Hugging Face model "
-            f"folder or a hub id such as 'org/name'; `make demo` prepares a small one under outputs/demo/model."
+            f"{role}: no model folder at '{path}' (looked in {folder.absolute()}). Set the path to a Hugging Face "
+            f"model folder or a hub id such as 'org/name'; `make demo` prepares a small one under outputs/demo/model."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

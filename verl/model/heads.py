@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from verl.errors import UserError
 from verl.model.logprobs import token_logprobs
 from verl.model.packing import MicroBatch
+
+LOGIT_FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "output_logit_soft_cap")
+"""Settings by which some architectures (Granite, Cohere, Falcon-H1 and others) change their logits; not done here."""
 
 
 class Head(StrEnum):
@@ -42,18 +46,32 @@ class HeadedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel, head: Head, chunk_tokens: int) -> None:
         super().__init__()
         self.hf, self.head, self.chunk_tokens = hf, head, chunk_tokens
-        self.softcap: float | None = vars(hf.config).get("final_logit_softcapping")
+        config = vars(hf.config.get_text_config())
+        self.softcap: float | None = config.get("final_logit_softcapping")
+        if head is Head.lm:
+            factors = [f"{name} = {config[name]}" for name in LOGIT_FACTORS if config.get(name) not in (None, 1)]
+            if self.output_embeddings.bias is not None:
+                factors.append("a bias in the language-model head")
+            if factors:
+                raise UserError(
+                    f"{type(hf).__name__} has {', '.join(factors)}, which the log-probs here would leave out."
+                )
 
     def forward(self, batch: MicroBatch, temperature: float) -> TokenOutputs:
         decoder = self.hf.base_model
         states = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
         hidden = states.flatten(0, 1)[batch.select]
         if self.head is Head.lm:
-            weight = self.hf.get_output_embeddings().weight
+            weight = self.output_embeddings.weight
             return TokenOutputs(
                 *token_logprobs(hidden, weight, batch.targets, temperature, self.chunk_tokens, self.softcap)
             )
         return TokenOutputs(self.score(hidden.float()).squeeze(-1).clone())  # FSDP hooks dislike views
+
+    @property
+    def output_embeddings(self) -> nn.Linear:
+        """The language-model head."""
+        return self.hf.get_output_embeddings()  # type: ignore[return-value]
 
     @property
     def score(self) -> nn.Linear:

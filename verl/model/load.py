@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -50,11 +50,17 @@ def meta_model(
     chunk_tokens: int,
     trust_remote_code: bool,
 ) -> HeadedModel:
-    """The whole model without memory."""
+    """The whole model without memory. Raises UserError for a config that transformers makes no decoder of."""
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
+        try:
+            hf = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+        except (ValueError, ImportError) as error:
+            reason = str(error).split("\n")[0]
+            raise UserError(
+                f"no decoder can be made of a config with model_type {config.model_type}: {reason}"
+            ) from error
         if head is not Head.lm:
             add_scalar_head(hf)
     return HeadedModel(hf, head, chunk_tokens)
@@ -65,7 +71,7 @@ def materialise(model: HeadedModel, device: torch.device) -> None:
     tied = model.head is Head.lm and model.hf.config.get_text_config().tie_word_embeddings
     model.to_empty(device=device)
     if tied:
-        model.hf.get_output_embeddings().weight = model.hf.get_input_embeddings().weight  # to_empty parts them
+        model.output_embeddings.weight = model.hf.get_input_embeddings().weight  # to_empty parts them
     for module in model.hf.modules():
         if next(module.buffers(recurse=False), None) is not None:
             model.hf._init_weights(module)
@@ -81,8 +87,13 @@ class Safetensors:
             raise UserError(
                 f"the model folder {folder} holds no *.safetensors file. Save the model with save_pretrained."
             )
-        self._handles = [safe_open(file, "pt") for file in files]
-        self._by_name = {name: handle for handle in self._handles for name in handle.keys()}
+        self._by_name: dict[str, safe_open] = {}
+        for file in files:
+            try:
+                handle = safe_open(file, "pt")
+            except SafetensorError as error:
+                raise UserError(f"{file} cannot be read: {error}. Copy or fetch it again.") from error
+            self._by_name |= dict.fromkeys(handle.keys(), handle)
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
@@ -98,23 +109,27 @@ class Safetensors:
 
 
 @torch.no_grad()
-def load_shards(model: HeadedModel, folder: Path, seed: int) -> None:
-    """Fills every parameter's local shard from the folder. A value head that it lacks is drawn from the seed, whole and then cut."""
+def load_shards(model: HeadedModel, folder: Path, seed: int, beat: Callable[[], None]) -> None:
+    """Fills every parameter's local shard from the folder; `beat` is called for each.
+
+    A value head that the folder lacks is drawn from the seed, whole and then cut, so that it is the same on every mesh.
+    Raises UserError where the folder's tensors are not those that its config.json makes.
+    """
     files = Safetensors(folder)
     for name, parameter in hf_parameters(model):
         box = local_box(parameter)
         if name in files:
             if files.shape(name) != tuple(parameter.shape):
                 raise UserError(
-                    f"{folder}: '{name}' has shape {files.shape(name)}, but config.json makes {tuple(parameter.shape)}"
+                    f"{folder}: '{name}' has shape {files.shape(name)} where {tuple(parameter.shape)} is needed"
+                    f"{_hint(model, name)}"
                 )
             local_tensor(parameter).copy_(files.read(name, box))
         elif model.head is Head.token_value and name == "score.weight":
             local_tensor(parameter).copy_(_draw_head(parameter.shape, seed)[box])
         else:
-            raise UserError(
-                f"{folder}: '{name}' is missing from the safetensors files, but config.json needs it{_hint(model, name)}"
-            )
+            raise UserError(f"{folder}: '{name}' is in none of the safetensors files{_hint(model, name)}")
+        beat()
 
 
 def _draw_head(shape: torch.Size, seed: int) -> Tensor:
@@ -123,9 +138,11 @@ def _draw_head(shape: torch.Size, seed: int) -> Tensor:
 
 
 def _hint(model: HeadedModel, name: str) -> str:
-    if model.head is Head.score and name == "score.weight":
-        return ". A reward model is an AutoModelForSequenceClassification with one label; this folder holds a language model."
-    return "."
+    if name == "score.weight" and model.head is Head.score:
+        return ". A reward model is an AutoModelForSequenceClassification with one label; this folder holds none."
+    if name == "score.weight":
+        return ". A critic starts from a language model, or from a folder whose score.weight has one row."
+    return ". The folder's files do not belong to its config.json."
 
 
 def hf_parameters(model: HeadedModel) -> Iterator[tuple[str, nn.Parameter]]:
@@ -146,7 +163,7 @@ def local_box(parameter: Tensor) -> Box:
 
 
 def parameter_shapes(folder: Path, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight of a language model's folder; a tied head, which is the embedding again, is left out."""
+    """The shape of every weight of a language model's folder but a tied head, which is the embedding again."""
     files = Safetensors(folder)
     tied = config.get_text_config().tie_word_embeddings
     return {name: files.shape(name) for name in files.names() if not (tied and name == "lm_head.weight")}

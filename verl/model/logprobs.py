@@ -36,7 +36,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits, _ = _logits(hidden[at], weight, temperature, softcap)
             normaliser = logits.logsumexp(-1)
             logprobs[at] = logits.gather(-1, targets[at, None]).squeeze(-1) - normaliser
-            # H = log Z - E[logit]; the logits' buffer takes the products
+            # H = log Z - E[logit]
             probs = torch.exp(logits - normaliser[:, None])
             entropy[at] = normaliser - probs.mul_(logits).sum(-1)
         ctx.save_for_backward(hidden, weight, targets)

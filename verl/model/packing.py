@@ -48,6 +48,7 @@ class Sequences:
     @classmethod
     def responses(cls, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Sequences:
         """Outputs for every response token, at the token before it: log-probs and values."""
+        assert all(len(prompt) for prompt in prompts), "the first response token is predicted at a prompt's last one"
         ids = tuple(torch.cat(pair) for pair in zip(prompts, responses, strict=True))
         return cls(ids, tuple(len(p) for p in prompts), tuple(len(r) for r in responses), shift=1)
 
@@ -95,7 +96,10 @@ def plan_micro_batches(
 
 
 def pack(sequences: Sequences, rows: Sequence[Sequence[int]]) -> MicroBatch:
-    """The rectangle of one planned micro-batch. The tail of a short row goes on as its last sequence: causal, so nobody sees it."""
+    """The rectangle of one planned micro-batch.
+
+    The tail of a short row goes on as its last sequence: attention is causal, so that nobody sees it.
+    """
     time = max(sum(len(sequences.ids[i]) for i in row) for row in rows)
     input_ids = torch.zeros(len(rows), time, dtype=torch.int64)
     position_ids = torch.zeros(len(rows), time, dtype=torch.int64)

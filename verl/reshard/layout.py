@@ -46,7 +46,8 @@ class Domain:
 
 @dataclass(frozen=True)
 class Shards:
-    """The training side: rank -> parameter -> the box that it holds. Ranks may hold the same box; different boxes are disjoint."""
+    """The training side. Ranks may hold the same box of a parameter; different boxes of one are disjoint."""
 
     boxes: Mapping[int, Mapping[str, Box]]
+    """rank -> parameter -> the box that it holds"""
     node_of: Mapping[int, str]

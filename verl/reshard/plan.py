@@ -1,4 +1,4 @@
-"""Who copies which part of which weight into which memory: pure, so every rank derives the same plan and nothing is negotiated."""
+"""Who copies which part of which weight into which memory: pure, so that nothing is negotiated."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Transfer:
 
 
 def plan(shards: Shards, domains: Sequence[Domain], itemsize: int) -> tuple[Transfer, ...]:
-    """Every domain gets every byte exactly once: from a member that holds it, else from a rank of the receiver's node, else
-    from the rank that has sent least.
+    """Every domain gets every byte exactly once: from a member that holds it, else from a rank of the receiver's node,
+    else from another; of equals, from the one with the fewest bytes so far.
     """
     transfers: list[Transfer] = []
     load: dict[int, int] = {}
@@ -63,7 +63,9 @@ def _source(ranks: list[int], domain: Domain, node_of: Mapping[int, str], load: 
 
 
 def buckets(transfers: Sequence[Transfer], limit: int) -> list[list[list[Transfer]]]:
-    """Messages by round: `[round][message]`, one message a (src, dst, domain) and round, of at most `limit` bytes or one transfer."""
+    """Messages by round: `[round][message]`. A round has one message a (src, dst, domain), of at most `limit` bytes or
+    one transfer.
+    """
     pairs: dict[tuple[int, int, str], list[list[Transfer]]] = {}
     for t in transfers:
         if t.src == t.dst:

@@ -18,8 +18,9 @@ from verl.flow.placement import Groups, Placement
 from verl.model.heads import TokenOutputs
 from verl.model.load import hf_parameters, local_tensor
 from verl.monitor.metrics import Metrics
-from verl.roles.mini_batch import MiniBatch, make_mini_batches
-from verl.roles.role import Here, ModelRole
+from verl.roles.learner import Learner, Schedule
+from verl.roles.mini_batch import MiniBatch
+from verl.roles.role import Here
 
 EARLY_STOP_FACTOR = 1.5
 """Updates stop at this multiple of target_kl, as in Spinning Up's PPO."""
@@ -35,26 +36,20 @@ class PolicyTokens:
     ref_logprobs: Tensor | None
 
 
-class Actor(ModelRole):
+class Actor(Learner):
     def __init__(
         self,
         placement: Placement,
         here: Here,
         engine: TrainEngine | None,
         groups: Groups | None,
+        schedule: Schedule,
         config: ActorConfig,
-        num_mini_batches: int,
-        group_size: int,
         temperature: float,
     ) -> None:
-        """`group_size`: responses a prompt."""
-        super().__init__(placement, here, engine, groups)
-        self.config, self.num_mini_batches, self.group_size, self.temperature = (
-            config,
-            num_mini_batches,
-            group_size,
-            temperature,
-        )
+        """`temperature`: what the rollout samples at, which all log-probs are taken at."""
+        super().__init__(placement, here, engine, groups, schedule)
+        self.config, self.temperature = config, temperature
 
     def logprobs(self, responses: Responses) -> Column:
         """Of every response token under the current policy, at the sampling temperature."""
@@ -65,37 +60,16 @@ class Actor(ModelRole):
         return {name: local_tensor(p.detach()) for name, p in hf_parameters(self.engine.model)} if self.serves else {}
 
     def update(self, experience: Experience) -> Metrics:
-        """`ppo_epochs` passes of mini-batch steps on the clipped objective (Schulman et al. 2017, eq. 7)."""
-        metrics = Metrics()
+        """Mini-batch steps on the clipped objective (Schulman et al. 2017, eq. 7)."""
         if not self.serves:
-            return metrics
-        with self.stage("update_actor"):
-            responses = experience.responses
-            tokens = self._tokens(experience)
-            sequences = self.sequences(responses)
-            mini_batches = make_mini_batches(
-                self.num_mini_batches,
-                self.placement.inputs.rows(self.here.rank, responses.weight.size),
-                self.group_size,
-                responses.response_ids.on(self.placement).lengths,
-                responses.weight.on(self.placement).scalar(),
-                self.config.loss_agg_mode,
-                self.groups.rows,
-            )
-            done = 0
-            for batch in mini_batches * self.config.ppo_epochs:
-                loss = _PolicyLoss(self.config, tokens, batch, self.engine.device)
-                norm, rate = self.engine.train_step(sequences, batch.rows, loss, self.temperature)
-                done += 1
-                if self.speaks:
-                    metrics |= loss.metrics
-                    metrics.mean("actor/grad_norm", norm)
-                    metrics.last("actor/lr", rate)
-                if self._moved_too_far(loss):
-                    break
-            if self.speaks:
-                metrics.last("actor/epochs_done", done / len(mini_batches))
-        return metrics
+            return Metrics()
+        tokens, device = self._tokens(experience), self.engine.device
+        return self.learn(
+            experience.responses,
+            lambda batch: PolicyMiniBatch(self.config, tokens, batch, device),
+            self.temperature,
+            enough=self._moved_too_far,
+        )
 
     def _tokens(self, experience: Experience) -> PolicyTokens:
         assert experience.advantages is not None
@@ -107,7 +81,7 @@ class Actor(ModelRole):
             ref_logprobs=ref.on(self.placement).values if ref is not None and self.config.use_kl_loss else None,
         )
 
-    def _moved_too_far(self, loss: _PolicyLoss) -> bool:
+    def _moved_too_far(self, loss: PolicyMiniBatch) -> bool:
         """Whether KL(old || new) of the last mini-batch is over the limit: one answer on all of the actor's ranks."""
         if self.config.target_kl is None:
             return False
@@ -116,8 +90,8 @@ class Actor(ModelRole):
         return bool(total[0] > EARLY_STOP_FACTOR * self.config.target_kl * total[1])
 
 
-class _PolicyLoss:
-    """The loss of one mini-batch, and what it saw on the way."""
+class PolicyMiniBatch:
+    """The policy's loss of one mini-batch."""
 
     def __init__(self, config: ActorConfig, tokens: PolicyTokens, batch: MiniBatch, device: torch.device) -> None:
         self.config, self.tokens, self.batch, self.device = config, tokens, batch, device

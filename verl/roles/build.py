@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from verl.config import OptimConfig, PPOConfig, problems
+from verl.config import LossAggregation, OptimConfig, PPOConfig, problems
 from verl.engine.train_engine import EngineSpec, TrainEngine
 from verl.errors import ConfigError, UserError
 from verl.flow.job import Job
@@ -29,6 +29,7 @@ from verl.roles.actor import Actor
 from verl.roles.build_rollout import make_sync, start_engines
 from verl.roles.critic import Critic
 from verl.roles.judge import Judge
+from verl.roles.learner import Schedule
 from verl.roles.reference import Reference
 from verl.roles.reward import Reward
 from verl.roles.role import Here, torch_dtype
@@ -253,30 +254,21 @@ class _Builder:
 
     def actor(self, folder: Path) -> Actor:
         config = self.config.actor
-        mini = self.config.data.train_batch_size // config.ppo_mini_batch_size
-        engine = self.engine("actor", folder, Head.lm, config.optim, self.total_steps * mini * config.ppo_epochs)
-        n, temperature = self.config.rollout.n, self.config.rollout.temperature
-        return Actor(
-            self.placements["actor"], self.here, engine, self.groups.get("actor"), config, mini, n, temperature
-        )
+        schedule = self._schedule(config.ppo_mini_batch_size, config.ppo_epochs, config.loss_agg_mode)
+        engine = self.engine("actor", folder, Head.lm, config.optim, self.total_steps * schedule.optimizer_steps)
+        groups, temperature = self.groups.get("actor"), self.config.rollout.temperature
+        return Actor(self.placements["actor"], self.here, engine, groups, schedule, config, temperature)
 
     def critic(self, folder: Path) -> Critic:
-        config = self.config.critic
-        mini = self.config.data.train_batch_size // (
-            config.ppo_mini_batch_size or self.config.actor.ppo_mini_batch_size
-        )
-        epochs = config.ppo_epochs or self.config.actor.ppo_epochs
-        engine = self.engine("critic", folder, Head.token_value, config.optim, self.total_steps * mini * epochs)
-        return Critic(
-            self.placements["critic"],
-            self.here,
-            engine,
-            self.groups.get("critic"),
-            config,
-            mini,
-            epochs,
-            self.config.rollout.n,
-        )
+        config, actor = self.config.critic, self.config.actor
+        mini_batch_size = config.ppo_mini_batch_size or actor.ppo_mini_batch_size
+        schedule = self._schedule(mini_batch_size, config.ppo_epochs or actor.ppo_epochs, config.loss_agg_mode)
+        steps = self.total_steps * schedule.optimizer_steps
+        engine = self.engine("critic", folder, Head.token_value, config.optim, steps)
+        return Critic(self.placements["critic"], self.here, engine, self.groups.get("critic"), schedule, config)
+
+    def _schedule(self, mini_batch_size: int, epochs: int, mode: LossAggregation) -> Schedule:
+        return Schedule(self.config.data.train_batch_size // mini_batch_size, epochs, self.config.rollout.n, mode)
 
     def reference(self, folder: Path) -> Reference:
         engine = self.engine("reference", folder, Head.lm)

@@ -34,9 +34,11 @@ class Reward(ModelRole):
         self._submitted: set[int] = set()
         self._failures = Metrics()
 
-    def submit(self, row: int, prompt: Prompt, token_ids: list[int]) -> None:
-        """A sample has finished on this rank: let its score be worked out while others are still generated."""
-        if self._pool is not None:
+    def submit(self, row: int, size: int, prompt: Prompt, token_ids: list[int]) -> None:
+        """A sample of a batch of `size` rows has finished on this rank: if the rank will score the row, let that begin
+        while others are still generated.
+        """
+        if self._pool is not None and row in self.placement.inputs.rows(self.here.rank, size):
             text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
             assert isinstance(text, str)
             self._pool.submit(row, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
@@ -93,11 +95,11 @@ class Reward(ModelRole):
         group = size // len(prompts.prompts)
         rows = self.placement.inputs.rows(self.here.rank, size)
         live = [row for row, weight in zip(rows, responses.weight.on(self.placement).scalar(), strict=True) if weight]
-        if not self._submitted:
+        late = [row for row in live if row not in self._submitted]
+        if late:
             ids = responses.response_ids.on(self.placement).split()
-            for row in live:
-                self.submit(row, prompts.prompts[row // group], ids[row - rows.start].tolist())
-        assert self._submitted == set(live), "the samples that were scored early are not this rank's rows"
+            for row in late:
+                self.submit(row, size, prompts.prompts[row // group], ids[row - rows.start].tolist())
         self._submitted.clear()
         scores = torch.zeros(len(rows))
         for score in pool.collect(live):

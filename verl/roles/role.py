@@ -84,11 +84,12 @@ class ModelRole(Role):
     def token_column(self, name: str, stage: str, responses: Responses, temperature: float = 1.0) -> Column:
         """The engine's output for every response token, as a column."""
         rows = None
-        with self.stage(stage):
-            if self.serves:
-                values = self.engine.forward(self.sequences(responses), temperature).values
-                if self.holds_rows:
-                    rows = responses.response_ids.on(self.placement).like(values)
+        if self.serves:
+            sequences = self.sequences(responses)  # may wait for them, which is no part of the stage
+            with self.stage(stage):
+                values = self.engine.forward(sequences, temperature).values
+            if self.holds_rows:
+                rows = responses.response_ids.on(self.placement).like(values)
         return self.produced(name, responses.response_ids.size, rows)
 
 

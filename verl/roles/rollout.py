@@ -17,8 +17,8 @@ from verl.reshard.execute import WeightSync
 from verl.roles.actor import Actor
 from verl.roles.role import Here, Role
 
-OnSample = Callable[[int, Prompt, list[int]], None]
-"""(row, prompt, token ids) of a sample that has just finished on this rank."""
+OnSample = Callable[[int, int, Prompt, list[int]], None]
+"""(row, rows of the batch, prompt, token ids) of a sample that has just finished on this rank."""
 
 
 class Rollout(Role):
@@ -34,7 +34,7 @@ class Rollout(Role):
         stop_token_ids: tuple[int, ...],
         ignore_eos: bool,
     ) -> None:
-        """`backend`: the replica that this rank leads, if any. `targets`: by domain, the weights that this rank writes."""
+        """`backend`: the replica that this rank leads, if any. `targets`: the weights that it writes, by domain."""
         super().__init__(placement, here)
         self._backend, self._sync, self._targets = backend, sync, targets
         self._seed, self._max_tokens, self._stop, self._ignore_eos = seed, max_tokens, stop_token_ids, ignore_eos
@@ -68,7 +68,7 @@ class Rollout(Role):
                     drawn[sample.row] = sample
                     self.here.job.board.beat()
                     if on_sample is not None:
-                        on_sample(sample.row, prompts.prompts[sample.row // n], sample.token_ids)
+                        on_sample(sample.row, size, prompts.prompts[sample.row // n], sample.token_ids)
                 samples = [drawn.get(row, Sample(row, [], [], ended=True)) for row in rows]
         return self._responses(prompts, samples, rows, n, size)
 

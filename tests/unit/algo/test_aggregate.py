@@ -139,7 +139,7 @@ def split_batches(draw):
     rows = draw(
         st.lists(
             st.tuples(
-                st.lists(st.floats(-100, 100), max_size=6),
+                st.lists(st.floats(-10, 10), max_size=6),
                 st.sampled_from([1.0, 1.0, 1.0, 0.0]),
                 st.tuples(st.integers(0, 2), st.integers(0, 2)),
             ),

@@ -118,7 +118,7 @@ class Batch:
             ended=sequence.token_ids[-1] in self._stop_token_ids,
         )
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _prefill(self, slots_of: dict[tuple[int, ...], list[int]]) -> None:
         """Fills the cache with prompts, each without its last token."""
         ids = [token_id for prompt in slots_of for token_id in prompt[:-1]]
@@ -127,7 +127,7 @@ class Batch:
         # Without the head: no logits are wanted.
         self._model.base_model(input_ids=self._tensor([ids]), position_ids=self._tensor([positions]), use_cache=False, kv=kv)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _logits(self, ids: list[int], positions: list[int]) -> Tensor:
         """[B, V] for one token each of the running sequences."""
         column = self._tensor(positions)

@@ -93,7 +93,7 @@ class _CountingKV:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _check_attention(model: PreTrainedModel, path: str) -> None:
     """Runs one token. A layer that mixes tokens in a way of its own would know nothing of our cache."""
     kv = _CountingKV()

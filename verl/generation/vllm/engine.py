@@ -17,7 +17,7 @@ from verl.generation.vllm.options import VllmOptions, llm_arguments
 from verl.generation.vllm.wire import Channel, Message, generate_message, parse_sample
 
 _QUIT_SECONDS = 10.0
-_DEATH_SECONDS = 2.0
+_DEATH_SECONDS = 10.0  # from the end of the connection to the end of the process
 
 
 class EngineError(RuntimeError):
@@ -62,7 +62,7 @@ class VllmEngine:
         self._calls = 0
         self._running: int | None = None
         self._failure: str | None = None
-        self._child = Child("verl.generation.vllm.server", environment, log_path)
+        self._child = Child("verl.generation.vllm.entry", environment, log_path)
         self._channel = Channel(self._child.socket, stage_timeout)
         start = {"arguments": arguments, "path": weights.path, "layout": layout_to_json(weights.layout)}
         self._send(Message("start", start), doing="starting")

@@ -1,4 +1,4 @@
-"""The engine process: vLLM behind one end of a socket pair. Run as `python -m ... FD PARENT_PID` by child.py.
+"""What the engine process runs: vLLM behind one end of a socket pair.
 
 It is crash-only: whatever goes wrong is written to the log, told to the rank if possible, and ends the process.
 """
@@ -17,10 +17,10 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from verl.generation.types import Request, Sample, Sampling
-from verl.generation.vllm.tree import die_with_parent, remove_segments, shared_segments
+from verl.generation.vllm.tree import remove_segments, shared_segments
 from verl.generation.vllm.wire import Channel, Message, parse_generate, sample_message
 
 _PROGRESS_SECONDS = 1.0
@@ -177,11 +177,8 @@ def _end_with_workers() -> None:
     threading.Thread(target=watch, name="worker-watch", daemon=True).start()
 
 
-def main() -> None:
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # its rank stops it
+def serve(descriptor: int) -> NoReturn:
+    """Starts vLLM as the first message asks, carries out the others, and ends the process."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     os.set_inheritable(descriptor, False)
@@ -204,11 +201,3 @@ def main() -> None:
     outbox.flush()
     # Past vLLM's own shutdown, which collects garbage for ten seconds. The workers die with this process.
     os._exit(exit_code)
-
-
-if __name__ == "__mp_main__":
-    # A tensor-parallel worker, which multiprocessing has just started and given this module to import first. Its parent
-    # is the engine process, which leads the session.
-    die_with_parent(os.getsid(0))
-elif __name__ == "__main__":
-    main()

@@ -1,0 +1,85 @@
+"""A mesh never changes what is learnt: every placement draws the tokens and has the losses of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import MESHES, Task, mesh_of, run
+
+LOSSES = (
+    "actor/pg_loss",
+    "critic/vf_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "critic/grad_norm",
+    "critic/score/mean",
+)
+OTHERS = [name for name in MESHES if name != "one process"]
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    return Task.make(tmp_path_factory.mktemp("placements"))
+
+
+@pytest.fixture(scope="module")
+def alone(task: Task) -> list[dict[str, Any]]:
+    """One process, five steps, its responses recorded."""
+    ranks, devices = MESHES["one process"]
+    config = task.config("alone", trainer__total_training_steps=5, debug__record_rollouts=str(task.folder / "recorded"))
+    return run(config, mesh_of(devices), ranks)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_replayed_responses_give_the_losses_of_one_process(name: str, task: Task, alone: list[dict[str, Any]]) -> None:
+    ranks, devices = MESHES[name]
+    config = task.config(
+        f"replay {name}", trainer__total_training_steps=5, debug__replay_rollouts=str(task.folder / "recorded")
+    )
+    lines = run(config, mesh_of(devices), ranks)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    for line, expected in zip(lines, alone, strict=True):
+        tolerance = 1e-5 if line["step"] == 1 else 1e-3
+        for loss in LOSSES:
+            assert line[loss] == pytest.approx(expected[loss], rel=tolerance, abs=1e-7), (line["step"], loss)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_placement_samples_the_tokens_of_one_process(name: str, task: Task, alone: list[dict[str, Any]]) -> None:
+    ranks, devices = MESHES[name]
+    folder = task.folder / f"recorded {name}"
+    run(
+        task.config(f"sampled {name}", trainer__total_training_steps=3, debug__record_rollouts=str(folder)),
+        mesh_of(devices),
+        ranks,
+    )
+    drawn, expected = samples(folder), samples(task.folder / "recorded")
+    assert len(drawn) == 3 * 6 * 2
+    differences = [
+        difference(seed, drawn[seed], expected[seed])
+        for seed in drawn
+        if drawn[seed]["token_ids"] != expected[seed]["token_ids"]
+    ]
+    assert not differences, "\n".join(differences)
+
+
+def samples(folder: Path) -> dict[int, dict[str, Any]]:
+    lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    return {line["seed"]: line for line in lines}
+
+
+def difference(seed: int, drawn: dict[str, Any], expected: dict[str, Any]) -> str:
+    pairs = zip(drawn["token_ids"], expected["token_ids"], strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drawn["token_ids"]), len(expected["token_ids"])))
+    gap = (
+        abs(drawn["logprobs"][at] - expected["logprobs"][at])
+        if at < min(len(drawn["logprobs"]), len(expected["logprobs"]))
+        else None
+    )
+    return f"row {drawn['row']}, position {at}: log-probs of the two tokens differ by {gap}"

@@ -1,0 +1,52 @@
+"""Stands in for the engine process: the same messages, no vLLM. `arguments["fault"]` says how it misbehaves.
+
+It "generates" the row's number, once for each token of the prompt.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+
+from verl.generation.types import Sample
+from verl.generation.vllm.wire import Channel, Message, parse_generate, sample_message
+
+
+def main() -> None:
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    fault = channel.receive().fields["arguments"].get("fault")
+    sys.stderr.write(f"{os.environ.get('RANK')} {fault}\n")
+    if fault == "silent at start":
+        time.sleep(60)
+    if fault == "exit at start":
+        sys.exit(7)
+    channel.send(Message("ready"))
+    while (message := channel.receive()).kind != "quit":
+        match message.kind:
+            case "load" if fault == "die in load":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "load" if fault == "raise in load":
+                channel.send(Message("error", {"error": "KeyError: nobody knows this weight"}))
+                sys.exit(1)
+            case "load":
+                channel.send(Message("loaded"))
+            case "generate":
+                call, requests, _ = parse_generate(message)
+                for request in requests:
+                    channel.send(Message("progress"))
+                    if fault == "stop in generate" and request.row == 1:
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    length = len(request.prompt_ids)
+                    sample = Sample(request.row, [request.row] * length, [-float(request.seed)] * length, ended=True)
+                    channel.send(sample_message(call, sample))
+            case "abort":
+                channel.send(Message("aborted", message.fields))
+    if fault == "stay":
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

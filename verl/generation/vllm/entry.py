@@ -1,0 +1,22 @@
+"""Where the engine process begins: `python -m verl.generation.vllm.entry FD PARENT_PID`, run by child.py.
+
+It imports nothing heavy, so that whatever the rank dies of, and however early, no process is left over.
+"""
+
+import os
+import signal
+import sys
+
+from verl.generation.vllm.tree import die_with_parent
+
+if __name__ == "__mp_main__":
+    # A tensor-parallel worker: multiprocessing has just started it, and has it import this module before anything else.
+    # Its parent is the engine process, which leads the session.
+    die_with_parent(os.getsid(0))
+elif __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # its rank stops it
+    from verl.generation.vllm.server import serve
+
+    serve(descriptor=int(sys.argv[1]))

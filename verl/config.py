@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 class AdvantageEstimator(StrEnum):
     gae = "gae"
     grpo = "grpo"
+    rloo = "rloo"
 
 
 class KLEstimator(StrEnum):
@@ -260,7 +261,7 @@ class KLControlConfig:
 @dataclass(kw_only=True)
 class AlgorithmConfig:
     adv_estimator: AdvantageEstimator = AdvantageEstimator.gae
-    """gae (with a critic) or grpo (group mean and standard deviation, no critic)."""
+    """gae (with a critic); grpo (less the mean of the prompt's responses) or rloo (less that of its other ones), without."""
     gamma: float = 1.0
     """Discount."""
     lam: float = 1.0
@@ -419,7 +420,7 @@ RULES: dict[str, Rule] = {
     "algorithm.kl_ctrl.target_kl": _ABOVE_0,
     "algorithm.kl_ctrl.horizon": _AT_LEAST_1,
     "trainer.total_epochs": _AT_LEAST_1,
-    "trainer.total_training_steps": _AT_LEAST_1,
+    "trainer.total_training_steps": _AT_LEAST_0,
     "trainer.keep_checkpoints": _AT_LEAST_0,
     "trainer.test_freq": _AT_LEAST_0,
     "trainer.critic_warmup": _AT_LEAST_0,
@@ -500,10 +501,11 @@ def _combination_problems(config: PPOConfig, dp: dict[str, int]) -> Iterator[str
             f"reward.model.path={config.reward.model.path}: needs devices, and the device mesh has no reward; "
             "add reward: {devices: [...]} to the mesh, or set reward.model.path=null"
         )
-    if config.algorithm.adv_estimator is AdvantageEstimator.grpo and config.rollout.n == 1:
-        yield "rollout.n=1: grpo compares the responses of one prompt, and one response has advantage 0; set rollout.n=2 or more"
+    estimator = config.algorithm.adv_estimator
+    if estimator is not AdvantageEstimator.gae and config.rollout.n == 1:
+        yield f"rollout.n=1: {estimator} compares the responses of one prompt, and one response has advantage 0; set rollout.n=2 or more"
     if config.trainer.critic_warmup > 0 and not config.needs_critic:
-        yield f"trainer.critic_warmup={config.trainer.critic_warmup}: there is no critic with grpo; set it to 0"
+        yield f"trainer.critic_warmup={config.trainer.critic_warmup}: there is no critic with {estimator}; set it to 0"
     control = config.algorithm.kl_ctrl
     if control.type is KLController.adaptive and control.kl_coef == 0:
         yield "algorithm.kl_ctrl.kl_coef=0.0: the adaptive controller multiplies it, so it stays 0; set a start above 0"

@@ -30,6 +30,7 @@ from verl.monitor.progress import Progress
 from verl.monitor.stages import Stages, timings
 from verl.monitor.timeline import Timeline
 from verl.monitor.trackers import Trackers
+from verl.rewards.auto import check_data_sources
 from verl.roles.build import Roles
 
 logger = logging.getLogger(__name__)
@@ -55,13 +56,16 @@ def open_dataset(
     def select() -> list[int]:
         if not job.is_main:
             return []
-        return select_rows(
+        selection = select_rows(
             dataset,
             max_prompt_length=data.max_prompt_length,
             filter_overlong=data.filter_overlong_prompts,
             skip_bad_rows=data.skip_bad_rows,
             max_rows=max_rows,
-        ).indices
+        )
+        if config.reward.function.path is not None:
+            check_data_sources(config.reward.function.path, selection.data_sources)
+        return selection.indices
 
     dataset.keep(job.hand_over.agree(job.together(select), source=0))
     return dataset

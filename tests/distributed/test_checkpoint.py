@@ -33,6 +33,7 @@ TWO: Layout = {"actor": (0, 1), "critic": (0, 1)}
 LAYOUTS: dict[str, tuple[int, Layout]] = {
     "one rank": (1, {"actor": (0,), "critic": (0,)}),
     "the same two": (2, TWO),
+    "the same two of three": (3, TWO),
     "two in another order": (2, {"actor": (1, 0), "critic": (0, 1)}),
     "three": (3, {"actor": (0, 1, 2), "critic": (1,)}),
     "two of four, descending": (4, {"actor": (2, 1), "critic": (3, 1, 0)}),
@@ -120,7 +121,7 @@ def test_parameters_and_moments_are_the_saved_ones_on_any_mesh(
         for role, whole in result.learnt.items():
             assert_equal(whole, saved.learnt[role])
             assert result.steps_done[role] == 2
-        own = {"random": bytes([rank, 255]), "none": b""} if layout == TWO else None
+        own = {"random": bytes([rank, 255]), "none": b""} if (world, layout) == (2, TWO) else None
         assert result.rank_state == own
 
 

@@ -171,7 +171,7 @@ def _filled(settings: DictConfig, places: Places) -> DictConfig:
         values = OmegaConf.to_container(settings, resolve=True)
     except OmegaConfBaseException as error:  # an interpolation
         name = error.full_key or ""
-        raise ConfigError(f"{places(name)}: {name}: {_first_line(error)}") from None
+        raise ConfigError(places.tell(name, _first_line(error))) from None
     assert isinstance(values, dict)
     filled, wrong = fill({str(key): value for key, value in values.items()}, places)
     if wrong:
@@ -251,14 +251,14 @@ def _places() -> Places:
         if (file := folder / f"{default.config_path}.yaml").is_file()
     ]
     keys = [override.key_or_group for override in _parsed(overrides)]
-    return Places(keys, files, fallback="")
+    return Places(keys, files)
 
 
 def _explained(error: Exception) -> ConfigError:
     """What went wrong while Hydra composed, in a line."""
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-        return ConfigError(unknown(cause.full_key, COMMAND_LINE))
+        return ConfigError(f"{COMMAND_LINE}: {cause.full_key}: {unknown(cause.full_key)}")
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return ConfigError(f"{shown(Path(mark.name))}:{mark.line + 1}: not valid YAML: {error.problem}")

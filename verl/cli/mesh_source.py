@@ -22,7 +22,7 @@ def read_mesh(setting: object, arguments: Arguments, places: Places) -> tuple[ob
     Returns:
         The path, mapping or None that was used, and the mesh with the overrides of the command line.
     """
-    value, source = setting, places("device_mesh")
+    value, source = setting, places("device_mesh") or "device_mesh"
     if arguments.device_mesh is not None:
         value, source = _given(arguments.device_mesh), COMMAND_LINE
     if value is None:
@@ -32,7 +32,7 @@ def read_mesh(setting: object, arguments: Arguments, places: Places) -> tuple[ob
         return value, parse(read_text(path, f"{source}: device_mesh"), shown(path), arguments.mesh_overrides)
 
     def place(path: str) -> str:
-        return source if source == COMMAND_LINE else places(f"device_mesh.{path}".rstrip("."))
+        return source if source == COMMAND_LINE else places(f"device_mesh.{path}".rstrip(".")) or source
 
     return value, parse_value(value, source, arguments.mesh_overrides, place=place)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from verl.errors import ConfigError
-from verl.mesh.document import Node, read
+from verl.mesh.document import Node, read, shorten
 
 COMMAND_LINE = "command line"
 
@@ -36,19 +36,23 @@ class Places:
     """Dotted names that the command line sets."""
     files: Sequence[tuple[Path, str]]
     """Each YAML file with the dotted name that its contents stand under ("" for the top); later ones win."""
-    fallback: str
-    """What to say of a setting found nowhere: it is a default, or an interpolation made it."""
 
     def __call__(self, name: str) -> str:
-        """ "file:line" or "command line", of the source that won."""
+        """ "file:line" or "command line", of the source that won; "" for a setting that no source has."""
         if any(name == key or name.startswith(f"{key}.") for key in self.keys):
             return COMMAND_LINE
-        depth, place = 0, self.fallback
+        depth, place = 0, ""
         for root, package in self._roots:
             found = _find(root, package, name)
             if found[0] >= max(depth, 1):
                 depth, place = found
-        return place
+        below = depth <= name.count(".") and any(key.startswith(f"{name}.") for key in self.keys)
+        return COMMAND_LINE if below else place
+
+    def tell(self, name: str, what: str) -> str:
+        """A message about a setting, with its place in front if it has one."""
+        place = self(name)
+        return f"{place}: {shorten(name)}: {what}".removeprefix(": ")
 
     @cached_property
     def _roots(self) -> list[tuple[Node, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Callable
 from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -12,64 +11,62 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from verl.cli.places import Places
 from verl.config import PPOConfig, leaves
 from verl.mesh.document import shorten
-
-Place = Callable[[str], str]
-"""dotted name -> where it is set: "configs/ppo_config.yaml:12", or "command line" """
 
 _NAMES = tuple(name for name, _ in leaves(PPOConfig()))
 _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text", types.NoneType: "null"}
 
 
-def fill(values: dict[str, Any], place: Place) -> tuple[DictConfig, list[str]]:
+def fill(values: dict[str, Any], places: Places) -> tuple[DictConfig, list[str]]:
     """The settings with `values` put in, and what could not be.
 
     Args:
         values: nested settings, interpolations resolved.
-        place: tells where a setting is written.
+        places: where settings are written.
     Returns:
         A structured PPOConfig, in which required settings may still be missing; and the problems.
     """
     settings = OmegaConf.structured(PPOConfig)
     problems: list[str] = []
-    _fill(settings, PPOConfig, values, "", place, problems)
+    _fill(settings, PPOConfig, values, "", places, problems)
     return settings, problems
 
 
-def unknown(name: str, place: str) -> str:
-    """The message for a setting that does not exist, with the names that resemble it."""
+def unknown(name: str) -> str:
+    """What to say of a setting that does not exist: the names that resemble it."""
     section, dot, key = name.rpartition(".")
     siblings = {
         known.removeprefix(section + dot).partition(".")[0] for known in _NAMES if known.startswith(section + dot)
     }
     close = [known for known in _NAMES if known.rpartition(".")[2] == key]
-    close = close or [section + dot + match for match in difflib.get_close_matches(shorten(key), siblings, n=1)]
+    close = close or [section + dot + match for match in difflib.get_close_matches(shorten(key), sorted(siblings), n=1)]
     close = close or difflib.get_close_matches(shorten(name), _NAMES, n=2)
     remedy = f"did you mean {', '.join(close)}?" if close else "train_ppo.py --help lists all"
-    return f"{place}: {shorten(name)}: unknown setting; {remedy}"
+    return f"unknown setting; {remedy}"
 
 
 def _fill(
-    section: DictConfig, cls: type, values: dict[str, Any], prefix: str, place: Place, problems: list[str]
+    section: DictConfig, cls: type, values: dict[str, Any], prefix: str, places: Places, problems: list[str]
 ) -> None:
     hints = get_type_hints(cls)
     for key, value in values.items():
         name = f"{prefix}{key}"
         if key not in hints:
-            problems.append(unknown(name, place(name)))
+            problems.append(places.tell(name, unknown(name)))
         elif is_dataclass(hints[key]):
             if isinstance(value, dict):
-                _fill(section[key], hints[key], value, f"{name}.", place, problems)
+                _fill(section[key], hints[key], value, f"{name}.", places, problems)
             else:
-                problems.append(f"{place(name)}: {name}: holds settings ({name}.KEY=VALUE), got {_show(value)}")
+                problems.append(places.tell(name, f"holds settings ({name}.KEY=VALUE), got {_show(value)}"))
         else:
             try:
                 if hints[key] is bool and isinstance(value, int | float) and not isinstance(value, bool):
                     raise ValidationError("OmegaConf would take every number but 0 for true")
                 section[key] = value
             except OmegaConfBaseException:
-                problems.append(f"{place(name)}: {name}: needs {_expected(hints[key])}, got {_show(value)}")
+                problems.append(places.tell(name, f"needs {_expected(hints[key])}, got {_show(value)}"))
 
 
 def _expected(hint: Any) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from verl.data.rows import RowError
+from verl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, 
 
 def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> BatchEncoding:
     if tokenizer.chat_template is None:
-        raise ValueError(
+        raise UserError(
             f"The prompts are chat messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template. "
             "Set model.tokenizer_path to a tokenizer with one (an instruct model's), add a chat_template.jinja to its "
             "folder, or give the prompts as strings."

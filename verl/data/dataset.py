@@ -12,6 +12,7 @@ from verl.data.chat import prompt_ids
 from verl.data.files import PromptFile, open_file
 from verl.data.prompts import Prompt
 from verl.data.rows import RowError, parse_row
+from verl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +42,7 @@ class PromptDataset:
         Raises one `ValueError` that names every file that cannot be used.
         """
         if not files:
-            raise ValueError(f"{setting} is empty: give at least one .parquet or .jsonl file")
+            raise UserError(f"{setting} is empty: give at least one .parquet or .jsonl file")
         self.setting = setting
         self._tokenizer = tokenizer
         self._prompt_key = prompt_key
@@ -66,7 +67,7 @@ class PromptDataset:
         total = self._ends[-1]
         wrong = [index for index in indices if not 0 <= index < total]
         if wrong:
-            raise ValueError(
+            raise UserError(
                 f"{self.setting} has {total} rows here, but row {wrong[0]} is asked for: "
                 "do all nodes see the same files?"
             )
@@ -101,5 +102,5 @@ def _open_all(names: Sequence[str], prompt_key: str, needs_ground_truth: bool, s
             problems.append(f"  {error}")
     if problems:
         lines = "\n".join(problems)
-        raise ValueError(f"{setting} cannot be used:\n{lines}\ndocs/data.md describes the format.")
+        raise UserError(f"{setting} cannot be used:\n{lines}\ndocs/data.md describes the format.")
     return files

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.data.rows import RowError
+from verl.errors import UserError
 
 
 class PromptFile(Protocol):
@@ -42,9 +43,9 @@ class ParquetFile:
                     wanted = [name for name in (*required, *optional) if name in present]
                     self._table = file.read(columns=wanted)
         except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path}: cannot be read as parquet: {error}") from error
+            raise UserError(f"{path}: cannot be read as parquet: {error}") from error
         if missing:
-            raise ValueError(f"{path}: no column {', '.join(map(repr, missing))}; the file has {', '.join(present)}")
+            raise UserError(f"{path}: no column {', '.join(map(repr, missing))}; the file has {', '.join(present)}")
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -64,7 +65,7 @@ class JsonlFile:
         try:
             lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
         except OSError as error:
-            raise ValueError(f"{path}: cannot be read: {error}") from error
+            raise UserError(f"{path}: cannot be read: {error}") from error
         self._numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
         self._lines = [lines[number - 1] for number in self._numbers]
 
@@ -92,7 +93,7 @@ def open_file(name: str, prompt_key: str, needs_ground_truth: bool) -> PromptFil
     """
     path = Path(name).expanduser()
     if not path.is_file():
-        raise ValueError(f"{path}: {'not a file' if path.exists() else 'no such file'} (looked from {Path.cwd()})")
+        raise UserError(f"{path}: {'not a file' if path.exists() else 'no such file'} (looked from {Path.cwd()})")
     file: PromptFile
     if path.suffix == ".parquet":
         rewarded = ("data_source", "reward_model")
@@ -101,9 +102,9 @@ def open_file(name: str, prompt_key: str, needs_ground_truth: bool) -> PromptFil
     elif path.suffix == ".jsonl":
         file = JsonlFile(path)
     else:
-        raise ValueError(
+        raise UserError(
             f"{path}: the name ends in {path.suffix or 'no suffix'!r}; give .parquet or .jsonl (a line each)"
         )
     if len(file) == 0:
-        raise ValueError(f"{path}: the file has no rows")
+        raise UserError(f"{path}: the file has no rows")
     return file

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Protocol, TypedDict
 
 from verl.data.prompts import Prompt, PromptBatch
+from verl.errors import UserError
 
 
 class PromptSequence(Protocol):
@@ -44,9 +45,9 @@ class PromptLoader:
     def __init__(self, dataset: PromptSequence, batch_size: int, seed: int, shuffle: bool) -> None:
         """Raises `ValueError` if the data set has not one batch."""
         if batch_size < 1:
-            raise ValueError(f"data.train_batch_size is {batch_size}; it must be at least 1")
+            raise UserError(f"data.train_batch_size is {batch_size}; it must be at least 1")
         if len(dataset) < batch_size:
-            raise ValueError(
+            raise UserError(
                 f"data.train_files has {len(dataset)} usable prompts, fewer than data.train_batch_size={batch_size}: "
                 "lower it, or give more prompts."
             )
@@ -104,7 +105,7 @@ class PromptLoader:
             if state[key] != own[key]
         ]
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint's place in the training prompts means nothing here, since their order has changed "
                 f"({'; '.join(changed)}). Restore the setting, or start afresh with trainer.resume=never."
             )
@@ -128,7 +129,7 @@ def validation_batches(
     The last batch is filled up with copies of its last prompt at weight 0.
     """
     if multiple_of < 1 or (batch_size is not None and batch_size < 1):
-        raise ValueError(f"data.val_batch_size is {batch_size} and must be at least 1 (in multiples of {multiple_of})")
+        raise UserError(f"data.val_batch_size is {batch_size} and must be at least 1 (in multiples of {multiple_of})")
     limit = len(dataset) if batch_size is None else max(batch_size // multiple_of, 1) * multiple_of
     for start in range(0, len(dataset), limit):
         stop = min(start + limit, len(dataset))

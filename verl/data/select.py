@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from verl.data.dataset import PromptDataset
 from verl.data.rows import RowError
+from verl.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def select_rows(
         remedy="Raise data.max_prompt_length, or set data.filter_overlong_prompts=true to drop them.",
     )
     if not indices:
-        raise ValueError(
+        raise UserError(
             f"No prompt of {dataset.setting} is left: of {len(dataset)} rows {len(malformed)} are malformed and "
             f"{len(overlong)} longer than data.max_prompt_length={max_prompt_length}."
         )
@@ -87,5 +88,5 @@ def _report(headline: str, problems: list[str], *, drop: bool, remedy: str) -> N
         lines.append(f"  and {len(problems) - NAMED_ROWS} more")
     listed = "\n".join(lines)
     if not drop:
-        raise ValueError(f"{headline}:\n{listed}\n{remedy}")
+        raise UserError(f"{headline}:\n{listed}\n{remedy}")
     logger.warning("%s and dropped:\n%s", headline, listed)

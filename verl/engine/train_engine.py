@@ -109,7 +109,7 @@ class TrainEngine:
         return batches + [dummy_micro_batch()] * (max(1, int(most)) - len(plan))
 
     def _sync_gradients(self, last: bool) -> None:
-        """Reduce gradients in the last micro-batch's backward alone; until then parameters stay gathered if they may."""
+        """Reduce gradients in the last micro-batch's backward only; parameters stay gathered until then if they may."""
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last)
         self.model.set_is_last_backward(last)

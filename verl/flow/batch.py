@@ -64,7 +64,7 @@ class Rows:
 
 
 class Column:
-    """One column of a batch of `size` rows: the rows held here on a rank of one of its homes, elsewhere where they are."""
+    """One column of a batch of `size` rows: on a rank of one of its homes its rows there, elsewhere where they are."""
 
     def __init__(self, name: str, size: int, homes: Sequence[Home], rank: int) -> None:
         self.name, self.size, self.rank = name, size, rank

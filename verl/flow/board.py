@@ -93,8 +93,7 @@ class Board:
             yield
             return
         before = self._entry
-        whom = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_list(ranks)}"
-        self._moved(f"{before.stage}: waits for {whom}: {what}", tuple(ranks))
+        self._moved(f"{before.stage}: waits for {what} from rank {_list(ranks)}", tuple(ranks))
         yield
         self._moved(before.stage, before.waits_for)
 

@@ -45,7 +45,7 @@ def post(tensor: Tensor, dst: int, group: dist.ProcessGroup, tag: int) -> Posted
 
 
 class Exchange:
-    """The hand-overs of one program, numbered alike on every rank. Call it: `record = hand_over(record, to=(role,))`."""
+    """The hand-overs of one program, numbered alike on every rank: `record = hand_over(record, to=(actor, critic))`."""
 
     def __init__(self, rank: int, group: dist.ProcessGroup, board: Board, check_program: bool = False) -> None:
         """`group`: a gloo group of all ranks that carries nothing else."""
@@ -77,7 +77,7 @@ class Exchange:
         self._note(f"agree from {source}")
         raw = json.dumps(value).encode() if self.rank == source else b""
         size = torch.tensor([len(raw)])
-        with self._board.waiting(self._others, f"an agreement with rank {source}"):
+        with self._board.waiting(self._others, "an agreement"):
             dist.broadcast(size, source, group=self.group)
             data = (
                 torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -16,6 +16,7 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, filter_trackers, get_available_trackers
 from accelerate.utils import LoggerType
 
+from verl.errors import UserError
 from verl.monitor.redact import redact, redact_argument
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -31,7 +32,7 @@ def check_trackers(names: Sequence[str]) -> None:
         elif name not in usable:
             problems.append(f"{name!r} is not installed: pip install {_PACKAGES.get(name, name)}")
     if problems:
-        raise ValueError(f"trainer.trackers: {'; '.join(problems)}; or leave it out")
+        raise UserError(f"trainer.trackers: {'; '.join(problems)}; or leave it out")
 
 
 class Trackers:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from verl.errors import UserError
 from verl.rewards.functions import exact_match, gsm8k, last_number, math, reasoning_gym
 
 BUILT_IN: dict[str, Callable[..., Any]] = {
@@ -39,7 +40,7 @@ def function_for(data_source: str) -> Callable[..., Any]:
     if data_source.startswith("reasoning_gym/"):
         return reasoning_gym
     if data_source not in BY_DATA_SOURCE:
-        raise ValueError(
+        raise UserError(
             f"No built-in reward function scores the data source {data_source!r}; those known are "
             f"{', '.join(sorted(BY_DATA_SOURCE))} and reasoning_gym/TASK. Set reward.function.path to a built-in name "
             f"({', '.join(sorted(BUILT_IN))}) or to a function of your own, file.py:name or package.module:name "
@@ -59,4 +60,4 @@ def check_data_sources(path: str | None, data_sources: Iterable[str]) -> None:
 
 def require_reasoning_gym() -> None:
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError("The reward function reasoning_gym needs a package: pip install reasoning-gym")
+        raise UserError("The reward function reasoning_gym needs a package: pip install reasoning-gym")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from verl.errors import UserError
 from verl.rewards.process import Unwanted, WorkerDied, WorkerProcess, WorkerTimeout
 from verl.rewards.resolve import FunctionSpec
 from verl.rewards.score import RewardError, Sample, Score, Status
@@ -51,13 +52,13 @@ class RewardPool:
         affair.
         """
         if num_workers < 1:
-            raise ValueError(f"reward.function.num_workers={num_workers} must be at least 1")
+            raise UserError(f"reward.function.num_workers={num_workers} must be at least 1")
         if not 0 < timeout < math.inf:
-            raise ValueError(f"reward.function.timeout={timeout} must be a positive number of seconds")
+            raise UserError(f"reward.function.timeout={timeout} must be a positive number of seconds")
         if not math.isfinite(failure_score):
-            raise ValueError(f"reward.function.failure_score={failure_score} must be finite")
+            raise UserError(f"reward.function.failure_score={failure_score} must be finite")
         if on_error not in ON_ERROR:
-            raise ValueError(f"reward.function.on_error={on_error!r} must be one of {', '.join(ON_ERROR)}")
+            raise UserError(f"reward.function.on_error={on_error!r} must be one of {', '.join(ON_ERROR)}")
         self._function = function
         self._timeout = timeout
         self._start_timeout = start_timeout

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from verl.errors import UserError
 from verl.rewards.auto import BUILT_IN, auto, require_reasoning_gym
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -48,11 +49,11 @@ def _find(path: str) -> Callable[..., Any]:
     if not separator:
         return _built_in(path)
     if not where or not name:
-        raise ValueError(f"reward.function.path={path}: write file.py:name or package.module:name")
+        raise UserError(f"reward.function.path={path}: write file.py:name or package.module:name")
     module = _import(path, where)
     if name not in vars(module):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(
+        raise UserError(
             f"reward.function.path={path}: {where} has no {name!r}; its functions are {', '.join(functions) or 'none'}"
         )
     return vars(module)[name]
@@ -62,9 +63,9 @@ def _built_in(name: str) -> Callable[..., Any]:
     if name == "auto":
         return auto
     if name.endswith(".py"):
-        raise ValueError(f"reward.function.path={name} names a file; add the function: {name}:compute_score")
+        raise UserError(f"reward.function.path={name} names a file; add the function: {name}:compute_score")
     if name not in BUILT_IN:
-        raise ValueError(
+        raise UserError(
             f"reward.function.path={name} is no built-in reward function; those are auto, "
             f"{', '.join(sorted(BUILT_IN))}. Your own is file.py:name or package.module:name; none is null."
         )
@@ -78,16 +79,16 @@ def _import(path: str, where: str) -> ModuleType:
     is_file = where.endswith(".py") or "/" in where
     file = Path(where).expanduser().absolute()
     if is_file and not file.is_file():
-        raise ValueError(f"reward.function.path={path}: there is no file {file}")
+        raise UserError(f"reward.function.path={path}: there is no file {file}")
     try:
         return _load_file(file) if is_file else importlib.import_module(where)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{where}.".startswith(f"{error.name}."):
-            raise ValueError(
+            raise UserError(
                 f"reward.function.path={path}: there is no module {error.name!r} on Python's path. "
                 "Install it, start from its folder, or name the file: file.py:name."
             ) from error
-        raise ValueError(
+        raise UserError(
             f"reward.function.path={path}: {where} raised while it was imported:\n{traceback.format_exc()}"
         ) from error
 
@@ -109,18 +110,18 @@ def _load_file(file: Path) -> ModuleType:
 def _check_call(function: Any, spec: FunctionSpec) -> None:
     named = f"reward.function.path={spec.path}"
     if not callable(function):
-        raise ValueError(f"{named} is {type(function).__name__} {function!r}, not a function")
+        raise UserError(f"{named} is {type(function).__name__} {function!r}, not a function")
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{named} is an async function; give a plain one, for instance with asyncio.run inside")
+        raise UserError(f"{named} is an async function; give a plain one, for instance with asyncio.run inside")
     taken = [name for name in spec.kwargs if name in ARGUMENTS]
     if taken:
-        raise ValueError(f"reward.function.kwargs holds {', '.join(taken)}, which each sample brings itself")
+        raise UserError(f"reward.function.kwargs holds {', '.join(taken)}, which each sample brings itself")
     try:
         signature = inspect.signature(function)
         signature.bind(**dict.fromkeys(ARGUMENTS), **spec.kwargs)
     except (TypeError, ValueError) as error:
         given = "".join(f", {name}=..." for name in spec.kwargs)
-        raise ValueError(
+        raise UserError(
             f"{named} cannot be called as a reward function: {error}. It is called by keyword with "
             f"({', '.join(ARGUMENTS)}{given}); define it as {SIGNATURE}, and each of reward.function.kwargs as a "
             "further argument."

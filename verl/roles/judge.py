@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.algo.advantages import gae, grpo, whiten, whiten_moments
+from verl.algo.advantages import gae, grpo, rloo, whiten, whiten_moments
 from verl.algo.kl import AdaptiveKL, FixedKL, kl_penalty
 from verl.config import AdvantageEstimator, AlgorithmConfig, KLController, KLEstimator
 from verl.flow.batch import Experience, Rows
@@ -57,6 +57,7 @@ class Judge(Role):
         ids = experience.responses.response_ids.on(self.placement)
         weight = experience.responses.weight.on(self.placement)
         scores = experience.scores.on(self.placement).scalar()
+        self._check_scores(scores, weight.scalar())
         token_weight = weight.spread(ids)
         kl = self._kl(experience, token_weight)
         rewards = torch.zeros(len(ids.values)) - self.controller.coef * kl
@@ -69,7 +70,10 @@ class Judge(Role):
             returns = ids.like(targets)
         else:
             of_rows = torch.stack([r.sum() for r in rewards.split(ids.lengths.tolist())])
-            judged = grpo(of_rows, self.group_size, weight.scalar(), self.config.norm_adv_by_std_in_grpo)
+            if self.config.adv_estimator is AdvantageEstimator.rloo:
+                judged = rloo(of_rows, self.group_size, weight.scalar())
+            else:
+                judged = grpo(of_rows, self.group_size, weight.scalar(), self.config.norm_adv_by_std_in_grpo)
             metrics.total("critic/scores_left_out", judged.num_left_out)
             advantages = judged.advantages.repeat_interleave(ids.lengths)
         if self.config.whiten_advantages and self.config.adv_estimator is AdvantageEstimator.gae:
@@ -80,6 +84,15 @@ class Judge(Role):
         self._describe(experience, rewards, advantages, returns, kl, metrics)
         self._control(kl, ids, weight.scalar())
         return ids.like(advantages), returns
+
+    def _check_scores(self, scores: Tensor, weight: Tensor) -> None:
+        """Group baselines leave a score that is no number out; GAE has no way round it."""
+        bad = (~scores.isfinite() & (weight != 0)).nonzero().flatten().tolist()
+        if bad and self.config.adv_estimator is AdvantageEstimator.gae:
+            raise FloatingPointError(
+                f"the score of {len(bad)} responses is not finite (the first: {scores[bad[0]]}). Reward functions are "
+                f"checked, so it comes from the reward model: look at its weights and dtype."
+            )
 
     @property
     def _rows_group(self) -> dist.ProcessGroup:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from verl.generation.types import Sampling
 
-_CPU_LOGITS = 1 << 18
-"""Logits drawn from at once on a CPU. Larger temporaries leave its cache, and malloc returns them to the system after
-each use, so that every page is faulted in anew: three times slower."""
+_CPU_LOGITS = 1 << 17
+"""Logits drawn from at once on a CPU (at least one row). Malloc gives larger temporaries back to the system after each
+use, and every page of the next is faulted in anew: three times slower."""
 
 _NUCLEUS_WIDTH = 512
 """Tokens sorted at first when the edge of a nucleus is looked for."""

@@ -12,8 +12,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from verl.generation.vllm.tree import remove_segments, shared_segments
+from verl.generation.vllm.tree import remove_segments, session_members, shared_segments
 
+_WORKERS_SECONDS = 10.0  # for killed workers to be gone
 _LOG_LINES = 20
 _LOG_TAIL_BYTES = 65536
 
@@ -72,6 +73,9 @@ class Child:
             segments = shared_segments(self.pid)
             os.killpg(self.pid, signal.SIGKILL)
             returncode = self._process.wait()
+            deadline = time.monotonic() + _WORKERS_SECONDS
+            while session_members(self.pid) and time.monotonic() < deadline:
+                time.sleep(0.02)  # until they have given back the devices' memory
             remove_segments(segments)
             self._ending = _ending(returncode) if had_ended else "was running and has been killed"
         return self._ending

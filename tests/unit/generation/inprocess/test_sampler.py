@@ -139,20 +139,16 @@ def test_logits_that_are_not_finite_give_no_logprob(temperature: float) -> None:
 )
 def test_truncation_keeps_what_hugging_face_keeps(seed: int, vocabulary: int, top_k: int, top_p: float, scale: float) -> None:
     """Flat and peaked rows, nuclei of one token and of nearly all."""
-    logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
+    # In double precision, where no two roundings of a sum lie on either side of top_p.
+    logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
     expected = logits
     if top_k:
         expected = TopKLogitsWarper(top_k)(torch.empty(0), expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(torch.empty(0), expected)
     kept = truncate(logits, top_k, top_p)
-    differing = kept.isinf() != expected.isinf()
-    # The sums that are compared with top_p are rounded differently: one token at the edge may be in or out.
-    assert differing.sum(-1).max() <= 1
-    edge = expected.softmax(-1) + kept.softmax(-1)
-    assert (edge[differing] < 2e-3).all() if scale < 0.5 else differing.sum() <= 1
-    assert torch.equal(kept[~kept.isinf()], logits[~kept.isinf()])
-    assert (~kept.isinf()).any(-1).all()
+    assert torch.equal(kept, expected)
+    assert kept.isfinite().any(-1).all()
 
 
 def test_equal_logits_are_kept_together() -> None:

@@ -1,0 +1,95 @@
+"""Meshes that are out of the ordinary, and what they must not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import MESHES, Task, mesh_of, run
+from verl.config import AdvantageEstimator, LossAggregation
+from verl.monitor.timeline import overlap, read_timeline
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    return Task.make(tmp_path_factory.mktemp("meshes"))
+
+
+def everywhere(ranks: int) -> dict[str, list[int]]:
+    return dict.fromkeys(("actor", "critic", "reference", "reward", "rollout"), list(range(ranks)))
+
+
+@pytest.mark.parametrize("dp", [2, 3])
+def test_validation_of_seven_prompts_counts_each_once(dp: int, task: Task) -> None:
+    """Seven rows do not split over two or three ranks: the rows that fill up must leave no trace."""
+    changes = {
+        "data__val_files": [str(task.folder / "val.jsonl")],
+        "trainer__total_training_steps": 0,
+        "actor__ppo_mini_batch_size": 6,
+        "critic__ppo_mini_batch_size": 6,
+    }
+    expected = run(task.config("val alone", **changes), mesh_of(everywhere(1)), 1)
+    lines = run(task.config(f"val {dp}", **changes), mesh_of(everywhere(dp)), dp)
+    for name in ("val/score/mean", "val/score/max", "val/score/min", "val/sampled_score/mean", "val/score/tiny/mean"):
+        assert lines[0][name] == pytest.approx(expected[0][name], abs=1e-6), name
+
+
+def test_four_samples_a_prompt_on_two_ranks(task: Task) -> None:
+    changes = {"rollout__n": 4, "trainer__total_training_steps": 1}
+    expected = run(task.config("n alone", **changes), mesh_of(everywhere(1)), 1)
+    lines = run(task.config("n on two", **changes), mesh_of(everywhere(2)), 2)
+    for name in ("actor/pg_loss", "critic/vf_loss", "critic/score/mean", "response_length/mean"):
+        assert lines[0][name] == pytest.approx(expected[0][name], rel=1e-5, abs=1e-7), name
+
+
+def test_rank_0_may_serve_no_role(task: Task) -> None:
+    ranks, devices = MESHES["rank 0 idle"]
+    lines = run(task.config("idle"), mesh_of(devices), ranks)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["perf/total_num_tokens"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize("mode", list(LossAggregation))
+def test_grpo_without_critic_is_alike_on_one_rank_and_on_two(mode: LossAggregation, task: Task) -> None:
+    changes = {
+        "algorithm__adv_estimator": AdvantageEstimator.grpo,
+        "algorithm__kl_ctrl__kl_coef": 0.0,
+        "actor__use_kl_loss": True,
+        "actor__loss_agg_mode": mode,
+        "actor__entropy_coeff": 0.01,
+        "rollout__n": 4,
+        "rollout__temperature": 0.7,
+    }
+    expected = run(task.config(f"grpo {mode}", **changes), mesh_of({"actor": [0], "rollout": [0]}), 1)
+    lines = run(task.config(f"grpo {mode} on two", **changes), mesh_of({"actor": [1, 0], "rollout": [0]}), 2)
+    assert not any(name.startswith("critic/vf") for name in lines[0])
+    for line, other in zip(lines, expected, strict=True):
+        tolerance = 1e-5 if line["step"] == 1 else 1e-3
+        for name in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm"):
+            assert line[name] == pytest.approx(other[name], rel=tolerance, abs=1e-7), name
+
+
+def test_roles_on_their_own_devices_work_at_the_same_time(task: Task) -> None:
+    """Actor and critic update together, and values are worked out beside log-probs: seen on the timeline."""
+    ranks, devices = MESHES["disjoint"]
+    run(task.config("overlap", debug__timeline=True, trainer__total_training_steps=4), mesh_of(devices), ranks)
+    spans = [span for rank in read_timeline(task.folder / "runs" / "overlap").values() for span in rank]
+    for one, other in (("update_actor", "update_critic"), ("old_log_prob", "values")):
+        assert overlap([s for s in spans if s.name == one], [s for s in spans if s.name == other]) > 0, (one, other)
+
+
+def test_kl_early_stop_ends_the_actor_s_steps_but_not_the_critic_s(task: Task) -> None:
+    changes = {"actor__target_kl": 1e-9, "actor__ppo_epochs": 2, "critic__ppo_epochs": 2, "trainer__total_training_steps": 1}
+    lines = run(task.config("early", **changes), mesh_of(everywhere(2)), 2)
+    # the first mini-batch is on policy, so its KL is 0; the second sees the first step's change
+    assert lines[0]["actor/epochs_done"] == pytest.approx(2 / 3)
+    assert lines[0]["critic/epochs_done"] == 2
+
+
+def test_critic_warmup_leaves_the_actor_alone(task: Task, tmp_path: Path) -> None:
+    lines = run(task.config("warm-up", trainer__critic_warmup=1), mesh_of(everywhere(1)), 1)
+    assert "actor/pg_loss" not in lines[0] and "critic/vf_loss" in lines[0]
+    assert "actor/pg_loss" in lines[1]

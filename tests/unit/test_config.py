@@ -74,7 +74,7 @@ OUT_OF_RANGE = [
         "flash",
         "model.attn_implementation=flash: must be one of auto, sdpa, eager, flash_attention_2",
     ),
-    ("trainer__total_training_steps", 0, "trainer.total_training_steps=0: must be at least 1"),
+    ("trainer__total_training_steps", -1, "trainer.total_training_steps=-1: must be 0 or more"),
     ("trainer__stage_timeout", 0, "trainer.stage_timeout=0.0: must be above 0"),
     ("trainer__keep_checkpoints", -1, "trainer.keep_checkpoints=-1: must be 0 or more"),
 ]

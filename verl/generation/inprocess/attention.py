@@ -130,8 +130,8 @@ def attention(
     for name, value_given in variants.items():
         if value_given is not None:
             raise UserError(
-                f"{type(module).__name__} uses {name}, which rollout.backend=torch does not compute: "
-                "use rollout.backend=vllm for this model"
+                f"{type(module).__name__} uses {name}, which backend torch does not compute: "
+                "use backend vllm for this model"
             )
     assert attention_mask is None, "a mask was made for an attention that takes none"
     layer = module.layer_idx

@@ -124,8 +124,8 @@ class Batch:
         ids = [token_id for prompt in slots_of for token_id in prompt[:-1]]
         positions = [position for prompt in slots_of for position in range(len(prompt) - 1)]
         kv = PromptKV(self._cache, [len(prompt) - 1 for prompt in slots_of], list(slots_of.values()))
-        # Without the head: no logits are wanted.
-        self._model.base_model(input_ids=self._tensor([ids]), position_ids=self._tensor([positions]), use_cache=False, kv=kv)
+        body = self._model.base_model  # without the head: no logits are wanted
+        body(input_ids=self._tensor([ids]), position_ids=self._tensor([positions]), use_cache=False, kv=kv)
 
     @torch.no_grad()
     def _logits(self, ids: list[int], positions: list[int]) -> Tensor:

@@ -52,8 +52,8 @@ def _check_layer_types(config: PretrainedConfig, path: str) -> None:
     unknown = set(config.to_dict().get("layer_types") or ()) - _LAYER_TYPES
     if unknown:
         raise UserError(
-            f"{path} has layers of type {', '.join(sorted(unknown))}; rollout.backend=torch computes "
-            f"{' and '.join(sorted(_LAYER_TYPES))}: use rollout.backend=vllm for this model"
+            f"{path} has layers of type {', '.join(sorted(unknown))}; backend torch computes "
+            f"{' and '.join(sorted(_LAYER_TYPES))}: use backend vllm for this model"
         )
 
 
@@ -74,7 +74,7 @@ def _fill(model: PreTrainedModel, path: str) -> None:
         if buffer.is_floating_point() and bool(buffer.isnan().any()):
             raise UserError(
                 f"buffer {name} of {path} is not initialised by {type(model).__name__}._init_weights, so it would be "
-                "left undefined: use rollout.backend=vllm for this model"
+                "left undefined: use backend vllm for this model"
             )
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
@@ -103,5 +103,5 @@ def _check_attention(model: PreTrainedModel, path: str) -> None:
     if len(kv.layers) != num_layers:
         raise UserError(
             f"{len(kv.layers)} of {num_layers} layers of {path} use Hugging Face's attention interface, which "
-            "rollout.backend=torch builds on: use rollout.backend=vllm for this model"
+            "backend torch builds on: use backend vllm for this model"
         )

@@ -31,7 +31,10 @@ def test_what_is_written_is_read_back_as_the_cache_grows() -> None:
         cache.append(0, torch.arange(3), positions, keys, values)
         for slot in range(3):
             old = written[slot]
-            written[slot] = torch.cat([old[0], keys[slot : slot + 1]], 2), torch.cat([old[1], values[slot : slot + 1]], 2)
+            written[slot] = (
+                torch.cat([old[0], keys[slot : slot + 1]], 2),
+                torch.cat([old[1], values[slot : slot + 1]], 2),
+            )
     for slot in range(3):
         for read, expected in zip(cache.read(0, 3, 65 + slot), written[slot], strict=True):
             assert torch.equal(read[slot], expected[0])

@@ -18,7 +18,11 @@ from verl.generation.types import Request, Sample, Sampling
 
 
 def sampling(max_tokens: int = 12, stop_token_ids: tuple[int, ...] = (), **settings: Any) -> Sampling:
-    return Sampling(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | settings, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+    return Sampling(
+        **{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | settings,
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+    )
 
 
 def requests(num_prompts: int, n: int = 1, seed: int = 0) -> list[Request]:
@@ -170,7 +174,9 @@ def test_a_prompt_is_computed_once_for_its_group(tiny: Callable[[str], Tiny]) ->
     assert sum(sizes) == len(prompt) - 1 + sum(len(sample.token_ids) for sample in samples)
 
 
-def test_more_prompt_tokens_than_one_forward_pass_takes(tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_prompt_tokens_than_one_forward_pass_takes(
+    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, asked = tiny("llama").engine(), requests(20, n=2)
     expected = by_row(engine.generate(asked, sampling()))
     monkeypatch.setattr("verl.generation.inprocess.batch._PREFILL_TOKENS", 25)

@@ -37,7 +37,9 @@ SMALL = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_buffers_are_those_of_a_loaded_model(tiny: Callable[[str], Tiny], architecture: str, dtype: torch.dtype) -> None:
+def test_buffers_are_those_of_a_loaded_model(
+    tiny: Callable[[str], Tiny], architecture: str, dtype: torch.dtype
+) -> None:
     folder = tiny(architecture).folder
     loaded = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).named_buffers())
     built = dict(build_model(str(folder), dtype, CPU, trust_remote_code=False).named_buffers())
@@ -53,7 +55,9 @@ def test_parameters_are_those_of_a_loaded_model_and_undefined(tiny: Callable[[st
     model = build_model(str(tiny(architecture).folder), torch.bfloat16, CPU, trust_remote_code=False)
     loaded = dict(tiny(architecture).hf.named_parameters())
     built = dict(model.named_parameters())
-    assert {name: tensor.shape for name, tensor in built.items()} == {name: tensor.shape for name, tensor in loaded.items()}
+    assert {name: tensor.shape for name, tensor in built.items()} == {
+        name: tensor.shape for name, tensor in loaded.items()
+    }
     assert not model.training
     for tensor in built.values():
         assert tensor.isnan().all()
@@ -95,7 +99,7 @@ def test_scaled_rotary_frequencies_are_computed(tmp_path: Path) -> None:
 )
 def test_what_would_be_computed_wrongly_is_refused(tmp_path: Path, config: PreTrainedConfig, names: str) -> None:
     config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"{names}.*use rollout.backend=vllm"):
+    with pytest.raises(UserError, match=f"{names}.*use backend vllm"):
         build_model(str(tmp_path), torch.float32, CPU, trust_remote_code=False)
 
 

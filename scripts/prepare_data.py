@@ -16,6 +16,7 @@ import os
 import random
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -75,7 +76,9 @@ class Question:
 
 def distinct_questions(name: str) -> Iterator[Question]:
     """The generator's questions without repetitions, by text: an order that no draw decides."""
-    import reasoning_gym
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # a dependency of its, compiled at the first import
+        import reasoning_gym
 
     task = TASKS[name]
     dataset = reasoning_gym.create_dataset(name, size=DRAWS, seed=0, **task.settings)

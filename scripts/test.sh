@@ -32,8 +32,8 @@ case "${1:-}" in
     ;;
 "")
     lint
-    say "unit"
-    tests 1200 tests/unit
+    say "unit and parity"
+    tests 1200 tests/unit tests/parity
     say "distributed"
     tests 1800 tests/distributed
     say "end to end"

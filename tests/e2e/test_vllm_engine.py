@@ -162,6 +162,12 @@ def test_a_consumer_that_stops_early_has_the_rest_aborted(tied: Rig) -> None:
     _assert_equals_hugging_face(tied, PROMPTS)
 
 
+def test_signals_that_torchrun_or_a_terminal_send_are_ignored(tied: Rig) -> None:
+    os.killpg(tied.engine.pid, signal.SIGTERM)
+    os.killpg(tied.engine.pid, signal.SIGINT)
+    _assert_equals_hugging_face(tied, PROMPTS)
+
+
 def test_a_prompt_that_does_not_fit_is_refused(tied: Rig) -> None:
     with pytest.raises(ValueError, match=r"a prompt of 500 tokens and a response of up to 16 do not fit .* 512"):
         tied.engine.generate([Request(0, (1,) * 500, seed=0)], GREEDY)

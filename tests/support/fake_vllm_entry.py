@@ -5,6 +5,7 @@ It "generates" the row's number, once for each token of the prompt.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from verl.generation.vllm.wire import Channel, Message, parse_generate, sample_m
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     fault = channel.receive().fields["arguments"].get("fault")
     sys.stderr.write(f"{os.environ.get('RANK')} {fault}\n")
@@ -42,6 +44,8 @@ def main() -> None:
                     length = len(request.prompt_ids)
                     sample = Sample(request.row, [request.row] * length, [-float(request.seed)] * length, ended=True)
                     channel.send(sample_message(call, sample))
+            case "sleep" | "wake":
+                channel.send(Message({"sleep": "asleep", "wake": "awake"}[message.kind]))
             case "abort":
                 channel.send(Message("aborted", message.fields))
     if fault == "stay":

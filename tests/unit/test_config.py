@@ -114,6 +114,11 @@ CONTRADICTIONS = [
         "more",
     ),
     (
+        {"algorithm__adv_estimator": "rloo"},
+        "rollout.n=1: rloo compares the responses of one prompt, and one response has advantage 0; set rollout.n=2 or "
+        "more",
+    ),
+    (
         {"algorithm__adv_estimator": "grpo", "rollout__n": 2, "trainer__critic_warmup": 3},
         "trainer.critic_warmup=3: there is no critic with grpo; set it to 0",
     ),

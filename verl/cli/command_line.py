@@ -68,7 +68,7 @@ def load(argv: Sequence[str]) -> tuple[PPOConfig, MeshSpec]:
 
     Raises ConfigError or MeshError with every problem.
     """
-    arguments = replace(sort_arguments(argv), flags=())
+    arguments = _one_run(sort_arguments(argv))
     loaded: list[tuple[PPOConfig, MeshSpec]] = []
     _compose(arguments, lambda settings: loaded.append(_checked(settings, arguments)))
     return loaded[0]
@@ -102,8 +102,13 @@ def _show(arguments: Arguments) -> None:
         print(help_text())
         return
     if arguments.has(CFG):  # what no run would take is not shown either
-        _compose(replace(arguments, flags=()), lambda settings: _filled(settings, _places()))
+        _compose(_one_run(arguments), lambda settings: _filled(settings, _places()))
     _compose(arguments, lambda settings: None)
+
+
+def _one_run(arguments: Arguments) -> Arguments:
+    """The same settings with nothing shown and nothing swept."""
+    return replace(arguments, flags=(), overrides=(*arguments.overrides, "hydra.mode=RUN"))
 
 
 def _compose(arguments: Arguments, task: Callable[[DictConfig], Any]) -> None:
@@ -126,7 +131,9 @@ def _compose(arguments: Arguments, task: Callable[[DictConfig], Any]) -> None:
 
     try:
         _call_hydra(guarded, arguments)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+    except UserError:
+        raise
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         if error in failures:  # then it is the task's own
             raise
         raise _explained(error) from None
@@ -263,7 +270,8 @@ def _explained(error: Exception) -> ConfigError:
         mark = error.problem_mark
         return ConfigError(f"{shown(Path(mark.name))}:{mark.line + 1}: not valid YAML: {error.problem}")
     text = str(error).partition("\nConfig search path:")[0].replace(_PRIMARY, COMMAND_LINE)
-    return ConfigError(" ".join(text.split()))
+    reason = f": {_first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else ""
+    return ConfigError(" ".join(text.split()) + reason)
 
 
 def _first_line(error: Exception) -> str:

@@ -34,11 +34,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         for at in _chunks(len(hidden), chunk_tokens):
             logits, _ = _logits(hidden[at], weight, temperature, softcap)
-            normaliser = logits.logsumexp(-1)
-            logprobs[at] = logits.gather(-1, targets[at, None]).squeeze(-1) - normaliser
-            # H = log Z - E[logit]
-            probs = torch.exp(logits - normaliser[:, None])
-            entropy[at] = normaliser - probs.mul_(logits).sum(-1)
+            # log_softmax takes the largest logit away first: log Z - E[logit] would lose the entropy of a sharp one
+            every = logits.log_softmax(-1)
+            logprobs[at] = every.gather(-1, targets[at, None]).squeeze(-1)
+            entropy[at] = -(every.exp() * every).sum(-1)
         ctx.save_for_backward(hidden, weight, targets)
         ctx.settings = (temperature, chunk_tokens, softcap)
         return logprobs, entropy

@@ -141,7 +141,7 @@ data:
   train_bach_size: 8
 actor: {clip_ratio: high, use_kl_loss: 2}
 algorithm:
-  adv_estimator: gea
+  kl_penalty: k4
   kl_ctrl: 0.1
 rollout:
   stop_token_ids: [1, x]
@@ -155,7 +155,7 @@ rolout: {n: 3}
         "mine.yaml:7: actor.use_kl_loss: needs true or false, got 2",
         "command line: critic.path: needs text or null, got ['a']",
         "mine.yaml:12: rollout.stop_token_ids: needs a list, for example [1, 2], got [1, 'x']",
-        'mine.yaml:9: algorithm.adv_estimator: needs one of gae, grpo, got "gea"',
+        'mine.yaml:9: algorithm.kl_penalty: needs one of k1, k2, k3, got "k4"',
         "mine.yaml:10: algorithm.kl_ctrl: holds settings (algorithm.kl_ctrl.KEY=VALUE), got 0.1",
         "command line: trainer.total_epochs: needs a whole number, got 1.5",
         "experiment/odd.yaml:4: trainer.sead: unknown setting; did you mean trainer.seed?",
@@ -193,6 +193,11 @@ def test_a_file_in_a_group_without_a_package_header_is_still_found():
             "model.path=${oc.env:NOPE}",
             'command line: model.path: KeyError raised while resolving interpolation: "Environment variable '
             "'NOPE' not found\"",
+        ),
+        ("=3", "Config group override must be a string or a list. Got int"),
+        (
+            "data.train_files={a: b}",
+            "Error merging override data.train_files={a: b}: Cannot merge DictConfig with ListConfig",
         ),
         ("~rollout.q", "Could not delete from config. 'rollout.q' does not exist."),
         (
@@ -239,6 +244,9 @@ def test_a_value_that_looks_like_a_sweep():
         ),
         ("- a", "bad.yaml:1: settings have names and values, and this is a list"),
         ("defaults: [nope]", "In 'bad': Could not load 'nope'."),
+        ("defaults: 3", "Invalid defaults list in 'bad', defaults must be a list (got int)"),
+        ("defaults: [bad]", "maximum recursion depth exceeded"),
+        ("hydra: 3", "In 'bad': ValidationError raised while composing config: Merge error: int is not a subclass of"),
         ("", "model.path: required; set model.path=VALUE"),
         (
             USABLE + "trainer: {resume_path: x}",
@@ -288,6 +296,11 @@ def test_a_mesh_without_the_critic_that_gae_trains():
         ConfigError, match=r"^algorithm.adv_estimator=gae: trains a critic, and the device mesh has none"
     ):
         load(["--device_mesh", mesh_file])
+
+
+def test_loading_is_of_one_run(elsewhere: Path):
+    assert load(["-m", "trainer.seed=3", "hydra.mode=MULTIRUN"])[0].trainer.seed == 3
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_loading_leaves_no_trace(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):

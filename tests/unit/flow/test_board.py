@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch.distributed as dist
 
@@ -143,3 +145,42 @@ def test_a_wait_inside_a_stage_gives_the_stage_back(rig: Rig) -> None:
         with rig.board.waiting([], "nobody"):
             assert rig.board._entry.waits_for == (1, 2)
     assert (rig.board._entry.stage, rig.board._entry.waits_for) == ("values", ())
+
+
+class Store:
+    """Answers like the job's store, but first with an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.errors, self.lines = [error], {}
+
+    def set_timeout(self, timeout: object) -> None: ...
+
+    def set(self, key: str, value: str) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        self.lines[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.lines for key in keys)
+
+
+def test_the_watchdog_goes_on_when_the_store_was_slow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(board_module, "WRITE_SECONDS", 0.01)
+    store, ended = Store(dist.DistStoreError("wait timeout after 5000ms")), threading.Event()
+    monkeypatch.setattr(Board, "_end", lambda self, fault, store: ended.set())
+    board = Board(0, 2, lambda: store, 0.05)  # type: ignore[arg-type, return-value]
+    with board.waiting([1], "rows"):
+        assert ended.wait(20)
+    board.close()
+    assert "slow to answer the watchdog" in caplog.text
+    assert "board/0" in store.lines
+
+
+def test_the_watchdog_says_that_it_stops_when_the_store_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    before = set(threading.enumerate())
+    Board(3, 4, lambda: Store(dist.DistNetworkError("Broken pipe")), 100)  # type: ignore[arg-type, return-value]
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+    assert "nobody watches rank 3: Broken pipe" in caplog.text

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,11 +32,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(engine_module, "Child", lambda _, *rest: Child("tests.support.fake_vllm_entry", *rest))
     engines: list[VllmEngine] = []
 
-    def start(fault: str = "none", **limits: float) -> VllmEngine:
-        fault_argument = {"fault": fault}
+    def start(fault: str = "none", devices: tuple[int, ...] = (), **limits: Any) -> VllmEngine:
         options = VllmOptions(
-            model_path="-", dtype="float32", max_model_len=16, max_num_seqs=4, engine_kwargs=fault_argument
-        )
+            model_path="-", dtype="float32", max_model_len=16, max_num_seqs=4,
+            engine_kwargs={"fault": fault, "kv_cache_memory_bytes": 1}, devices=devices, shares_devices=True,
+        )  # fmt: skip
         engine = VllmEngine(
             options,
             WeightBuffer([("weight", (2, 3), torch.float32)]),
@@ -81,6 +82,28 @@ def test_it_loads_before_it_generates(start: Start) -> None:
     assert len(list(engine.generate(REQUESTS, SAMPLING))) == 4
 
 
+def test_no_requests_are_no_work(start: Start) -> None:
+    assert list(start().generate([], SAMPLING)) == []
+
+
+def test_sleep_drops_the_weights_where_devices_are_shared(start: Start) -> None:
+    engine = _loaded(start(devices=(0,)))
+    engine.sleep()
+    with pytest.raises(EngineError, match="no weights"):
+        engine.generate(REQUESTS, SAMPLING)
+    engine.wake("weights")
+    engine.load(1)
+    engine.wake("kv_cache")
+    assert len(list(engine.generate(REQUESTS, SAMPLING))) == 4
+
+
+def test_sleep_is_nothing_on_the_cpu(start: Start) -> None:
+    engine = _loaded(start())
+    engine.sleep()
+    engine.wake()
+    assert engine.version == 0
+
+
 def test_late_samples_of_an_abandoned_call_are_dropped(start: Start) -> None:
     engine = _loaded(start())
     stopped = engine.generate(REQUESTS, SAMPLING)
@@ -121,6 +144,8 @@ def test_a_start_that_takes_too_long_is_ended(start: Start) -> None:
     with pytest.raises(EngineError, match=r"not ready within 2 s; rollout.start_timeout is the limit"):
         engine.wait_ready()
     assert signs  # while it waits, the rank lives
+    with pytest.raises(EngineError, match=r"fake_vllm_entry.py.*in main"):  # its stack, at the end of its log
+        engine.wait_ready()
     assert session_members(engine.pid) == []
 
 

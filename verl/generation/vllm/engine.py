@@ -79,6 +79,7 @@ class VllmEngine:
 
     def wait_ready(self) -> None:
         """Returns when the engine can take weights. Raises EngineError if it died, or start_timeout has passed."""
+        self._raise_failure()
         while not self._ready:
             if self._channel.poll(1.0):
                 self._expect("ready", doing="starting")
@@ -106,6 +107,8 @@ class VllmEngine:
 
         Requests are submitted in row order, and each has a seed: the samples do not depend on the order given here.
         """
+        if not requests:
+            return iter(())
         self._check(requests, sampling)
         self._settle()
         if self._version is None:
@@ -155,6 +158,7 @@ class VllmEngine:
 
     def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
         assert len({request.row for request in requests}) == len(requests), "a row is asked for once"
+        assert all(request.seed >= 0 for request in requests), "vLLM takes -1 for no seed"
         longest = max(len(request.prompt_ids) for request in requests)
         if longest + sampling.max_tokens > self._options.max_model_len:
             raise ValueError(

@@ -3,6 +3,7 @@
 It imports nothing heavy, so that whatever the rank dies of, and however early, no process is left over.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ if __name__ == "__mp_main__":
     die_with_parent(os.getsid(0))
 elif __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # Child.dump_stacks
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # its rank stops it
     from verl.generation.vllm.server import serve

@@ -5,13 +5,11 @@ It is crash-only: whatever goes wrong is written to the log, told to the rank if
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -179,8 +177,6 @@ def _end_with_workers() -> None:
 
 def serve(descriptor: int) -> NoReturn:
     """Starts vLLM as the first message asks, carries out the others, and ends the process."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
     os.set_inheritable(descriptor, False)
     channel = Channel(socket.socket(fileno=descriptor))
     outbox = Outbox(channel)

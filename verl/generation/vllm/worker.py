@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -16,8 +18,8 @@ class WeightLoader:
     """Mixed into vLLM's worker class by name (`worker_extension_cls`); its methods are called with `collective_rpc`."""
 
     # vLLM's worker brings these.
-    model_runner: Any
-    device: Any
+    get_model: Callable[[], Module]
+    device: torch.device
     vllm_config: Any
 
     verl_weights: dict[str, Tensor]
@@ -39,12 +41,12 @@ class WeightLoader:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         started = time.monotonic()
-        model = self.model_runner.get_model()
+        model: Any = self.get_model()
         wanted = {name for name, _ in model.named_parameters()}
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
             loaded = model.load_weights(iter(self.verl_weights.items()))
-            finalize_layerwise_reload(model, self.model_runner.model_config)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
             if self.device.type == "cpu":
                 _refresh_tied_heads(model)
         if missing := sorted(wanted - loaded):

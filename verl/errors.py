@@ -13,6 +13,10 @@ class UserError(ValueError):
         self.problems = problems
 
 
+class SharedError(UserError):
+    """A mistake that all ranks of a job raise alike, wherever it was found."""
+
+
 class ConfigError(UserError):
     """A setting, or a combination of settings, that cannot work."""
 

@@ -1,4 +1,4 @@
-"""The training engine on real ranks against a plain loop of one process: no mesh and no packing changes what is learnt."""
+"""The training engine on real ranks against a plain loop of one process: no mesh, no packing changes what is learnt."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_the_reference_learns_and_clips(plain: Callable[[str], Steps]) -> None:
 
 
 def train_in_bfloat16(models: dict[str, Path]) -> tuple[dict[str, Tensor], dict[str, Tensor], set[torch.dtype]]:
-    """The gradient of the first step; then what a step of rate 1e-5 has changed; the dtypes of parameters and moments."""
+    """The gradient of a step of rate 1e-5, what the step changed, the dtypes of parameters, moments and gradients."""
     job = start_job(stage_timeout=60, check_program=False)
     case, place = CASES["actor"], Placement("actor", (0, 1))
     groups = make_groups([place], job.rank, "cpu", job.timeout)["actor"]

@@ -130,6 +130,7 @@ def test_files_keep_to_the_limit_and_the_index_names_them(exported: dict[str, Ex
         tensors = load_file(file)
         assert sum(tensor.nbytes for tensor in tensors.values()) <= MAX_FILE_BYTES or len(tensors) == 1
         assert all(index["weight_map"][name] == file.name for name in tensors)
+        assert file.stat().st_mode == (folder / "config.json").stat().st_mode, "readable for others if the config is"
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored(folder).values())
     tied = json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
     assert ("lm_head.weight" in index["weight_map"]) is not tied

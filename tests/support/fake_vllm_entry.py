@@ -12,12 +12,13 @@ import socket
 import sys
 import time
 
-from verl.generation.types import Sample
-from verl.generation.vllm.wire import Channel, Message, parse_generate, sample_message
+faulthandler.register(signal.SIGUSR1)
+
+from verl.generation.types import Sample  # noqa: E402  first what must be there early, then torch
+from verl.generation.vllm.wire import Channel, Message, parse_generate, sample_message  # noqa: E402
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGUSR1)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     fault = channel.receive().fields["arguments"].get("fault")
     sys.stderr.write(f"{os.environ.get('RANK')} {fault}\n")

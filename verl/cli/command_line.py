@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,9 @@ from verl.mesh.unsupported import refuse_unsupported
 
 Train = Callable[[PPOConfig, MeshSpec], Any]
 
+OTHERS_WAIT_SECONDS = 8.0
+"""How long the further processes of a node leave it to the first to report a mistake."""
+
 _PRIMARY = "train_ppo_command"  # names in Hydra's store, which no file should bear
 _DEFAULTS = "train_ppo_defaults"
 
@@ -52,13 +56,16 @@ def run(train: Train, argv: Sequence[str]) -> int:
         train: called with settings and mesh; under --multirun once for each job.
         argv: the arguments, without the program's name.
 
-    A UserError is printed once on each node, without a traceback, and gives EXIT_CODE. Others come out as they are.
+    A UserError is printed without a traceback, once on each node, and gives EXIT_CODE. Others come out as they are.
     """
     try:
         _run(train, argv)
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # on each node: a file may be missing where rank 0 is not
-            print(error, file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # The node's first process is about to say the same, and torchrun ends all others as soon as one ends. Only
+            # what that one does not find out, such as a device that is missing here alone, is said by this one.
+            time.sleep(OTHERS_WAIT_SECONDS)
+        print(error, file=sys.stderr)
         return EXIT_CODE
     return 0
 

@@ -76,8 +76,10 @@ class HFFolder:
         self._write_json("config.json", config)
 
     def write(self, file: str, tensors: dict[str, Tensor]) -> None:
-        save_file(tensors, self._part / file, metadata={"format": "pt"})
-        durable.sync(self._part / file)
+        path = self._part / file
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod((self._part / "config.json").stat().st_mode)  # safetensors lets nobody but the owner read
+        durable.sync(path)
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def publish(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from verl.errors import UserError
+from verl.errors import SharedError, UserError
 from verl.flow.board import Board
 from verl.flow.exchange import Exchange
 from verl.flow.placement import make_world_group
@@ -45,7 +45,7 @@ class Job:
         return said
 
     def together(self, do: Callable[[], Result]) -> Result:
-        """`do()` on every rank. What one rank's user got wrong ends all ranks alike, named once for the job."""
+        """`do()` on every rank. What one rank's user got wrong ends all ranks alike, with one SharedError."""
         problems: list[str] = []
         result: Result | None = None
         try:
@@ -54,7 +54,7 @@ class Job:
             problems = list(error.problems)
         everyones = self.everywhere(problems)
         if any(everyones):
-            raise UserError(*dict.fromkeys(p for problems in everyones for p in problems))
+            raise SharedError(*dict.fromkeys(p for problems in everyones for p in problems))
         return cast(Result, result)
 
     def close(self) -> None:

@@ -8,14 +8,15 @@ from pathlib import Path
 from verl.errors import UserError
 
 
-def local_folder(path: str, role: str, fetch: bool) -> Path:
+def local_folder(path: str, role: str, fetch: bool, of_model: bool = True) -> Path:
     """The folder that `path` names. A hub id is looked up in the local cache, and fetched into it only with `fetch`.
 
-    Raises UserError when there is no such folder and the hub does not give it (HF_HUB_OFFLINE is respected).
+    `role`: the setting, for messages. `of_model`: it must have a config.json, which a tokenizer's need not. Raises
+    UserError when there is no such folder and the hub does not give it (HF_HUB_OFFLINE is respected).
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
+        if of_model and not (folder / "config.json").is_file():
             raise UserError(f"{role}: the folder '{path}' holds no config.json, so it is no Hugging Face model folder.")
         return folder
     if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
@@ -31,8 +32,8 @@ def local_folder(path: str, role: str, fetch: bool) -> Path:
         return Path(snapshot_download(path, local_files_only=not fetch, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise UserError(
-            f"{role}: '{path}' is neither a folder here ({folder.absolute()}) nor to be had from the hub: {error}. "
-            f"Set the path to a model folder, or fetch the model on this node first."
+            f"{role}: '{path}' is neither a folder here ({folder.absolute()}) nor to be had from the hub: "
+            f"{str(error).rstrip('.')}. Set the path to a model folder, or fetch the model on this node first."
         ) from error
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,12 +24,25 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     """The folder's config without dropout: old and new log-probs must be those of one function."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError) as error:
         raise UserError(f"the model config in {folder} cannot be read: {error}") from error
     for name, value in vars(config).items():
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
+
+
+def positions(config: PretrainedConfig) -> int | None:
+    """Tokens that a sequence may have; None: the config names no limit.
+
+    A stretched rotary embedding reaches `factor` times as far as the one that the model was first trained with.
+    """
+    settings = config.get_text_config().to_dict()
+    limit = settings.get("max_position_embeddings")
+    rope = settings.get("rope_parameters") or {}
+    if limit is None or "factor" not in rope:
+        return limit
+    return max(limit, int(rope["factor"] * rope.get("original_max_position_embeddings", limit)))
 
 
 def attention(choice: str, device: torch.device) -> str:
@@ -108,6 +122,31 @@ class Safetensors:
         return self._by_name[name].get_slice(name)[box]
 
 
+def check_weights(model: HeadedModel, files: Safetensors) -> None:
+    """Raises UserError where the folder's tensors are not those that its config.json and the head make."""
+    wrong = []
+    for name, parameter in hf_parameters(model):
+        if name not in files:
+            if not _may_be_drawn(model, name):
+                wrong.append(f"'{name}' is in none of the safetensors files{_hint(model, name)}")
+        elif files.shape(name) != tuple(parameter.shape):
+            wrong.append(
+                f"'{name}' has shape {files.shape(name)} where {tuple(parameter.shape)} is needed{_hint(model, name)}"
+            )
+    if wrong:
+        others = f" (The first of {len(wrong)} tensors that do not fit.)" if len(wrong) > 1 else ""
+        raise UserError(f"{files.folder}: {wrong[0]}{others}")
+
+
+def check_folder(
+    folder: Path, head: Head, device: torch.device, attn_implementation: str, trust_remote_code: bool
+) -> None:
+    """Raises UserError for a folder that a model with this head cannot be loaded from. Reads no weights."""
+    config = read_config(folder, trust_remote_code)
+    kernel = attention(attn_implementation, device)
+    check_weights(meta_model(config, head, torch.float32, kernel, 1, trust_remote_code), Safetensors(folder))
+
+
 @torch.no_grad()
 def load_shards(model: HeadedModel, folder: Path, seed: int, beat: Callable[[], None]) -> None:
     """Fills every parameter's local shard from the folder; `beat` is called for each.
@@ -116,20 +155,16 @@ def load_shards(model: HeadedModel, folder: Path, seed: int, beat: Callable[[], 
     Raises UserError where the folder's tensors are not those that its config.json makes.
     """
     files = Safetensors(folder)
+    check_weights(model, files)
     for name, parameter in hf_parameters(model):
         box = local_box(parameter)
-        if name in files:
-            if files.shape(name) != tuple(parameter.shape):
-                raise UserError(
-                    f"{folder}: '{name}' has shape {files.shape(name)} where {tuple(parameter.shape)} is needed"
-                    f"{_hint(model, name)}"
-                )
-            local_tensor(parameter).copy_(files.read(name, box))
-        elif model.head is Head.token_value and name == "score.weight":
-            local_tensor(parameter).copy_(_draw_head(parameter.shape, seed)[box])
-        else:
-            raise UserError(f"{folder}: '{name}' is in none of the safetensors files{_hint(model, name)}")
+        source = files.read(name, box) if name in files else _draw_head(parameter.shape, seed)[box]
+        local_tensor(parameter).copy_(source)
         beat()
+
+
+def _may_be_drawn(model: HeadedModel, name: str) -> bool:
+    return model.head is Head.token_value and name == "score.weight"
 
 
 def _draw_head(shape: torch.Size, seed: int) -> Tensor:

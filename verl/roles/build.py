@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl.config import LossAggregation, OptimConfig, PPOConfig, problems
 from verl.engine.train_engine import EngineSpec, TrainEngine
-from verl.errors import ConfigError, UserError
+from verl.errors import ConfigError
 from verl.flow.job import Job
 from verl.flow.placement import Groups, Placement, make_groups
 from verl.mesh.resolve import Process, resolve
 from verl.mesh.spec import MeshSpec, RolloutSpec
-from verl.model.folder import local_folder
 from verl.model.heads import Head
-from verl.model.load import hf_parameters, local_box, read_config
+from verl.model.load import hf_parameters, local_box, positions, read_config
 from verl.monitor.stages import Stages
 from verl.reshard.layout import Box
 from verl.rewards.pool import RewardPool
 from verl.rewards.resolve import FunctionSpec
 from verl.rewards.resolve import resolve as resolve_function
 from verl.roles.actor import Actor
-from verl.roles.build_rollout import make_sync, start_engines
+from verl.roles.build_rollout import choose_backend, make_sync, start_engines
 from verl.roles.critic import Critic
+from verl.roles.folders import Folders, stop_tokens
 from verl.roles.judge import Judge
 from verl.roles.learner import Schedule
 from verl.roles.reference import Reference
@@ -52,24 +53,16 @@ class Roles:
         }
 
 
-@dataclass(frozen=True)
-class Folders:
-    """Model folders on this node."""
-
-    actor: Path
-    critic: Path
-    reference: Path
-    reward: Path | None
-    tokenizer: Path
-
-
 def place(config: PPOConfig, mesh: MeshSpec, job: Job) -> dict[str, Placement]:
     """The ranks of every role that the algorithm has. Raises UserError with all that does not fit."""
-    import sys
-
     num_devices = None if job.device.type == "cpu" else _visible_devices()
     here = Process.from_environment(os.environ, [socket.gethostname()], num_devices)
-    ranks = resolve(mesh, job.everywhere(here), sys.argv[1:])
+    processes = job.everywhere(here)
+    return job.together(lambda: _place(config, mesh, processes))
+
+
+def _place(config: PPOConfig, mesh: MeshSpec, processes: list[Process]) -> dict[str, Placement]:
+    ranks = resolve(mesh, processes, sys.argv[1:])
     absent = {"critic": not config.needs_critic, "reference": not config.needs_reference}
     placements = {}
     for role, listed in ranks.items():
@@ -82,49 +75,6 @@ def place(config: PPOConfig, mesh: MeshSpec, job: Job) -> dict[str, Placement]:
     if found := problems(config, {role: placement.dp for role, placement in placements.items()}):
         raise ConfigError(*found)
     return placements
-
-
-def find_folders(config: PPOConfig, job: Job) -> Folders:
-    """Resolves every model path, one download a node: its first rank fetches, the others find it in the cache."""
-
-    def find(fetch: bool) -> Folders:
-        def folder(path: str | None, role: str) -> Path:
-            return local_folder(path or config.model.path, role, fetch)
-
-        reward = config.reward.model.path
-        return Folders(
-            actor=folder(None, "model.path"),
-            critic=folder(config.critic.path, "critic.path"),
-            reference=folder(config.reference.path, "reference.path"),
-            reward=folder(reward, "reward.model.path") if reward else None,
-            tokenizer=folder(config.model.tokenizer_path, "model.tokenizer_path"),
-        )
-
-    if job.local_rank == 0:
-        job.together(lambda: find(fetch=True))
-    else:
-        job.together(lambda: None)
-    return job.together(lambda: find(fetch=False))
-
-
-def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"no tokenizer can be loaded from {folder}: {error}. Set model.tokenizer_path to a folder that has one."
-        ) from error
-
-
-def stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, further: list[int]) -> tuple[int, ...]:
-    """Every id that ends a response: the model's, the tokenizer's and the user's."""
-    ids = set(further)
-    if (folder / "generation_config.json").is_file():
-        configured = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids |= set(configured if isinstance(configured, list) else [configured] if configured is not None else [])
-    if isinstance(tokenizer.eos_token_id, int):
-        ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(ids))
 
 
 def build_roles(
@@ -140,17 +90,19 @@ def build_roles(
     closing: ExitStack,
 ) -> Roles:
     """Engines start first, since they take longest, then the trainers load, then the engines are awaited."""
-    builder = _Builder(config, mesh, placements, total_steps, Here(job, stages))
+    rollout_spec = mesh.roles["rollout"]
+    assert isinstance(rollout_spec, RolloutSpec)
     model = job.together(lambda: read_config(folders.actor, config.model.trust_remote_code))
+    backend = choose_backend(config, rollout_spec, placements["rollout"], job)
+    job.together(lambda: check_lengths(config, model))
+    builder = _Builder(config, mesh, placements, total_steps, Here(job, stages))
     nodes = [
         f"{node[0]}/{node[1]}" for node in job.everywhere((socket.gethostname(), os.environ.get("GROUP_RANK", "0")))
     ]
-    rollout_spec = mesh.roles["rollout"]
-    assert isinstance(rollout_spec, RolloutSpec)
     pool = job.together(lambda: start_pool(config, placements["reward"], job))
     if pool is not None:
         closing.callback(pool.close)
-    engines = start_engines(config, rollout_spec, placements["rollout"], folders.actor, model, run_dir, nodes, job)
+    engines = start_engines(config, rollout_spec, backend, placements["rollout"], folders.actor, model, run_dir, nodes, job)
     if engines.backend is not None:
         closing.callback(engines.backend.close)
     groups = builder.groups
@@ -181,6 +133,16 @@ def build_roles(
     at = placements["critic"] if critic is not None else placements["actor"]
     judge = Judge(at, builder.here, groups.get(at.role), config.algorithm, config.rollout.n)
     return Roles(actor, critic, reference, reward, rollout, judge)
+
+
+def check_lengths(config: PPOConfig, model: PretrainedConfig) -> None:
+    """Raises ConfigError where the longest sequence of the settings is longer than the model's."""
+    prompt, response, limit = config.data.max_prompt_length, config.data.max_response_length, positions(model)
+    if limit is not None and prompt + response > limit:
+        raise ConfigError(
+            f"data.max_prompt_length={prompt}, data.max_response_length={response}: together {prompt + response} tokens, "
+            f"and the model {config.model.path} takes {limit} (max_position_embeddings); lower one of them"
+        )
 
 
 def start_pool(config: PPOConfig, placement: Placement, job: Job) -> RewardPool | None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +22,16 @@ from verl.generation.types import Backend
 from verl.generation.vllm.buffer import WeightBuffer
 from verl.generation.vllm.engine import VllmEngine
 from verl.generation.vllm.options import VllmOptions
-from verl.generation.vllm.probe import probe
+from verl.generation.vllm.probe import Probe, probe
 from verl.mesh.spec import RolloutSpec
 from verl.model.load import parameter_shapes
 from verl.reshard.execute import WeightSync
 from verl.reshard.layout import Box, Domain, Shards, whole
 from verl.roles.actor import Actor
 from verl.roles.role import torch_dtype
+
+
+AnyBackend = TypeVar("AnyBackend", bound=Backend)
 
 
 @dataclass
@@ -41,14 +45,19 @@ class Engines:
     dtype: torch.dtype = torch.bfloat16
 
 
-def choose_backend(spec: RolloutSpec, placement: Placement, job: Job) -> str:
-    """`vllm` or `torch`: the same on all ranks, by what the replicas' leaders have installed."""
-    found = probe(job.device.type)
-    usable = job.everywhere(found.usable or job.rank not in placement.leaders)
-    if spec.backend == "vllm" and not all(usable):
-        lacking = [rank for rank, ok in enumerate(usable) if not ok]
-        raise MeshError(f"rollout.backend is vllm, but rank {lacking[0]} cannot run it. {found.message}")
-    chosen = ("vllm" if all(usable) else "torch") if spec.backend == "auto" else spec.backend
+def choose_backend(config: PPOConfig, spec: RolloutSpec, placement: Placement, job: Job) -> str:
+    """`vllm`, `torch` or `replay`: the same on all ranks, by what the replicas' leaders have installed."""
+    if config.debug.replay_rollouts:
+        return "replay"
+    found = job.everywhere(probe(job.device.type))
+    return job.together(lambda: _choose(spec, placement, {rank: found[rank] for rank in placement.leaders}))
+
+
+def _choose(spec: RolloutSpec, placement: Placement, found: Mapping[int, Probe]) -> str:
+    lacking = [rank for rank, installed in found.items() if not installed.usable]
+    if spec.backend == "vllm" and lacking:
+        raise MeshError(f"rollout.backend is vllm, but rank {lacking[0]} cannot run it. {found[lacking[0]].message}")
+    chosen = ("torch" if lacking else "vllm") if spec.backend == "auto" else spec.backend
     if chosen == "torch" and placement.tp > 1:
         raise MeshError(
             f"rollout.tensor_parallel_size is {placement.tp}, and backend torch has no tensor parallelism yet: "
@@ -60,6 +69,7 @@ def choose_backend(spec: RolloutSpec, placement: Placement, job: Job) -> str:
 def start_engines(
     config: PPOConfig,
     spec: RolloutSpec,
+    backend: str,
     placement: Placement,
     folder: Path,
     model: PretrainedConfig,
@@ -68,12 +78,11 @@ def start_engines(
     job: Job,
 ) -> Engines:
     """Starts this rank's replica, if it leads one; vLLM's starts while the trainers load. `nodes`: of each rank."""
-    if config.debug.replay_rollouts:
-        replay = ReplayBackend(Path(config.debug.replay_rollouts)) if job.rank in placement.leaders else None
-        return Engines(backend=replay)
+    if backend == "replay":
+        return Engines(backend=_on_leaders(placement, job, lambda: ReplayBackend(Path(config.debug.replay_rollouts))))
     shapes = parameter_shapes(folder, model)
     boxes = {name: whole(shape) for name, shape in shapes.items()}
-    if choose_backend(spec, placement, job) == "vllm":
+    if backend == "vllm":
         engines = _start_vllm(config, spec, placement, folder, shapes, boxes, run_dir, nodes, job)
     else:
         engines = _start_torch(config, spec, placement, folder, boxes, job)
@@ -83,19 +92,25 @@ def start_engines(
     return engines
 
 
+def _on_leaders(placement: Placement, job: Job, start: Callable[[], AnyBackend]) -> AnyBackend | None:
+    """`start()` on the ranks that lead a replica; what one of them refuses ends all ranks alike."""
+    return job.together(lambda: start() if job.rank in placement.leaders else None)
+
+
 def _start_torch(
     config: PPOConfig, spec: RolloutSpec, placement: Placement, folder: Path, boxes: dict[str, Box], job: Job
 ) -> Engines:
     """In the rank's own process; its domain is its own parameters."""
     engines = Engines(domains=[Domain(f"rank {rank}", (rank,), (rank,), boxes) for rank in placement.leaders])
-    if job.rank in placement.leaders:
+
+    def start() -> TorchEngine:
         if config.rollout.cpu_threads is not None:
             torch.set_num_threads(config.rollout.cpu_threads)
         trust = config.model.trust_remote_code
-        backend = TorchEngine(
-            str(folder), torch_dtype(spec.dtype), job.device, spec.max_num_seqs, trust, job.board.beat
-        )
-        engines.backend = backend
+        return TorchEngine(str(folder), torch_dtype(spec.dtype), job.device, spec.max_num_seqs, trust, job.board.beat)
+
+    engines.backend = backend = _on_leaders(placement, job, start)
+    if backend is not None:
         engines.targets = {f"rank {job.rank}": backend.weights()}
     return engines
 
@@ -127,9 +142,14 @@ def _start_vllm(
         assert path is not None
         buffer = buffer or WeightBuffer.open(path, layout)
         engines.targets = {f"node {mine}": buffer.tensors()}
-        if job.rank in placement.leaders:
-            engine = _vllm_engine(config, spec, placement, folder, buffer, run_dir, len(leaders[mine]), job)
-            engines.backend, engines.wait_ready = engine, engine.wait_ready
+
+    def start() -> VllmEngine:
+        assert buffer is not None
+        return _vllm_engine(config, spec, placement, folder, buffer, run_dir, len(leaders[mine]), job)
+
+    engine = _on_leaders(placement, job, start)
+    if engine is not None:
+        engines.backend, engines.wait_ready = engine, engine.wait_ready
     return engines
 
 

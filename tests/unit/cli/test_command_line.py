@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -367,9 +368,17 @@ def test_run_prints_a_users_mistake_of_the_training_once(
 
     assert command_line.run(train, []) == 2
     assert capsys.readouterr() == ("", "no GPU here\nand none there\n")
+
+
+def test_a_further_process_of_a_node_leaves_the_report_to_the_first_but_never_loses_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert command_line.run(train, []) == 2
-    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(command_line, "OTHERS_WAIT_SECONDS", 0.5)
+    started = time.monotonic()
+    assert command_line.run(lambda config, mesh: None, ["nope=1"]) == 2
+    assert time.monotonic() - started > 0.5
+    assert capsys.readouterr().err.startswith("command line: nope: unknown setting")
 
 
 def test_multirun_gives_each_job_a_folder_of_its_own(

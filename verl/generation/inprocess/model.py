@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from verl.errors import UserError
 from verl.generation.inprocess import attention
+from verl.model.load import positions
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -40,12 +41,11 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
     Rotary embeddings of a dynamic kind change their frequencies with the longest sequence of a batch once it passes the
     length that the model was trained at. A sample would then depend on its neighbours, so that length is the limit.
     """
-    settings = config.to_dict()
-    limit = settings.get("max_position_embeddings")
+    settings = config.get_text_config().to_dict()
     rope = settings.get("rope_parameters") or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
-        limit = rope.get("original_max_position_embeddings", limit)
-    return limit
+        return rope.get("original_max_position_embeddings", settings["max_position_embeddings"])
+    return positions(config)
 
 
 def _check_layer_types(config: PretrainedConfig, path: str) -> None:

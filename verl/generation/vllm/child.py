@@ -15,6 +15,7 @@ from pathlib import Path
 from verl.generation.vllm.tree import remove_segments, session_members, shared_segments
 
 _WORKERS_SECONDS = 10.0  # for killed workers to be gone
+_DUMP_SECONDS = 0.5
 _LOG_LINES = 20
 _LOG_TAIL_BYTES = 65536
 
@@ -61,15 +62,16 @@ class Child:
             or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         )
 
-    def dump_stacks(self) -> None:
-        """Has the engine write its threads' stacks to the log, if it still can."""
-        os.kill(self.pid, signal.SIGUSR1)
-        time.sleep(0.5)
+    def kill(self, dump_stacks: bool = False) -> str:
+        """Ends the whole session, and removes what it has in /dev/shm. Says how the process had ended, if it had.
 
-    def kill(self) -> str:
-        """Ends the whole session, and removes what it has in /dev/shm. Says how the process had ended, if it had."""
+        `dump_stacks`: have it first write what its threads are at to the log, as far as it still can.
+        """
         if self._process.returncode is None:
             had_ended = self._ended()
+            if dump_stacks and not had_ended:
+                os.kill(self.pid, signal.SIGUSR1)
+                time.sleep(_DUMP_SECONDS)
             segments = shared_segments(self.pid)
             os.killpg(self.pid, signal.SIGKILL)
             returncode = self._process.wait()

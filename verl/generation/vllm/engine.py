@@ -228,11 +228,9 @@ class VllmEngine:
 
     def _fail(self, what: str, hung: bool = False) -> EngineError:
         """Kills what is left and makes the error, now and for every later call."""
-        if hung:
-            self._child.dump_stacks()
-        else:
+        if not hung:
             self._child.wait(_DEATH_SECONDS)
-        ending = self._child.kill()
+        ending = self._child.kill(dump_stacks=hung)
         self._version = None
         self._running = None
         self._failure = (

@@ -14,12 +14,25 @@ from typing import Any
 
 
 def recorded_train(config: Any, mesh: Any) -> None:
-    """Trains. `record` notes this rank's exception, so that torchrun names the rank that failed first."""
+    """Trains. `record` notes this rank's exception, so that torchrun names the rank that failed first.
+
+    A mistake that all ranks share is no rank's failure: the command line tells it, once.
+    """
     from torch.distributed.elastic.multiprocessing.errors import record  # not above: --help need not wait for torch
 
+    from verl.errors import SharedError
     from verl.train import train
 
-    record(train)(config, mesh)
+    def attempt() -> SharedError | None:
+        try:
+            train(config, mesh)
+        except SharedError as mistake:
+            return mistake
+        return None
+
+    mistake = record(attempt)()
+    if mistake is not None:
+        raise mistake
 
 
 def wrong_package() -> str | None:

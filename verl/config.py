@@ -493,8 +493,8 @@ def _combination_problems(config: PPOConfig, dp: dict[str, int]) -> Iterator[str
         yield "reward.model.path, reward.function.path: both null, so nothing gives a score; set one of them"
     if config.needs_critic and "critic" not in dp:
         yield (
-            "algorithm.adv_estimator=gae: trains a critic, and the device mesh has none; add critic: {devices: [...]} to "
-            "the mesh, or set algorithm.adv_estimator=grpo"
+            "algorithm.adv_estimator=gae: trains a critic, and the device mesh has none; add critic: {devices: [...]} "
+            "to the mesh, or set algorithm.adv_estimator=grpo"
         )
     if config.reward.model.path is not None and "reward" not in dp:
         yield (
@@ -503,7 +503,10 @@ def _combination_problems(config: PPOConfig, dp: dict[str, int]) -> Iterator[str
         )
     estimator = config.algorithm.adv_estimator
     if estimator is not AdvantageEstimator.gae and config.rollout.n == 1:
-        yield f"rollout.n=1: {estimator} compares the responses of one prompt, and one response has advantage 0; set rollout.n=2 or more"
+        yield (
+            f"rollout.n=1: {estimator} compares the responses of one prompt, and one response has advantage 0; "
+            "set rollout.n=2 or more"
+        )
     if config.trainer.critic_warmup > 0 and not config.needs_critic:
         yield f"trainer.critic_warmup={config.trainer.critic_warmup}: there is no critic with {estimator}; set it to 0"
     control = config.algorithm.kl_ctrl
@@ -514,7 +517,8 @@ def _combination_problems(config: PPOConfig, dp: dict[str, int]) -> Iterator[str
     if config.trainer.resume is not Resume.path and config.trainer.resume_path:
         yield f"trainer.resume_path={config.trainer.resume_path}: is used with trainer.resume=path only; set that too"
     if config.trainer.test_freq > 0 and not config.data.val_files:
-        yield f"trainer.test_freq={config.trainer.test_freq}: there is nothing to validate on; set data.val_files=[FILE]"
+        frequency = config.trainer.test_freq
+        yield f"trainer.test_freq={frequency}: there is nothing to validate on; set data.val_files=[FILE]"
     if config.debug.record_rollouts is not None and config.debug.replay_rollouts is not None:
         yield "debug.record_rollouts, debug.replay_rollouts: both set; a run records or replays"
 
@@ -603,8 +607,9 @@ def _cautions(config: PPOConfig) -> Iterator[str]:
     sampling = config.rollout
     if sampling.top_p < 1 or sampling.top_k > 0:
         yield (
-            f"rollout.top_p={sampling.top_p}, rollout.top_k={sampling.top_k} cut the distribution that is sampled from, "
-            "and training log-probs are of the uncut one: the importance ratio is biased (actor.mismatch_correction)"
+            f"rollout.top_p={sampling.top_p}, rollout.top_k={sampling.top_k} cut the distribution that is sampled "
+            "from, and training log-probs are of the uncut one: the importance ratio is biased "
+            "(actor.mismatch_correction)"
         )
     if config.actor.use_kl_loss and config.actor.kl_loss_type is not KLEstimator.k2:
         kind = config.actor.kl_loss_type

@@ -21,6 +21,7 @@ from verl.data.prompts import PromptBatch
 from verl.data.select import select_rows
 from verl.engine.checkpoint import Checkpoints
 from verl.engine.export import export_hf
+from verl.engine.manifest import Found
 from verl.flow.batch import Experience
 from verl.flow.job import Job
 from verl.monitor.log import LoggedSample, MetricsLog, SampleLog
@@ -67,7 +68,8 @@ def open_dataset(
             check_data_sources(config.reward.function.path, selection.data_sources)
         return selection.indices
 
-    dataset.keep(job.hand_over.agree(job.together(select), source=0))
+    kept = job.hand_over.agree(job.together(select), source=0)
+    job.together(lambda: dataset.keep(kept))
     return dataset
 
 
@@ -89,6 +91,24 @@ class Prompts:
         self.total_steps = steps if steps is not None else config.trainer.total_epochs * self.loader.batches_per_epoch
 
 
+def find_start(config: PPOConfig, checkpoints: Checkpoints, prompts: Prompts) -> Found | None:
+    """The checkpoint that the run goes on from; its prompts are brought to that place.
+
+    Before any model is loaded, since a checkpoint may be none, or of other settings: then it raises UserError.
+    """
+    trainer = config.trainer
+    checkpoints.prepare()
+    if trainer.resume is Resume.path:
+        assert trainer.resume_path is not None
+        found = checkpoints.at(Path(trainer.resume_path))
+    else:
+        found = checkpoints.latest() if trainer.resume is Resume.auto else None
+    if found is not None:
+        checkpoints.check(found, ["actor", "critic"] if config.needs_critic else ["actor"])
+        prompts.loader.load_state_dict(found.trainer_state["loader"])
+    return found
+
+
 class Run:
     """What `fit` needs besides the roles. Its methods are called on every rank."""
 
@@ -99,18 +119,18 @@ class Run:
         roles: Roles,
         tokenizer: PreTrainedTokenizerBase,
         model_folder: Path,
-        tokenizer_folder: Path,
+        checkpoints: Checkpoints,
+        start: Found | None,
         run_dir: Path,
         job: Job,
         stages: Stages,
     ) -> None:
         self.config, self.job, self.loader, self.total_steps = config, job, prompts.loader, prompts.total_steps
         self._validation, self._roles, self._tokenizer, self._stages = prompts.validation, roles, tokenizer, stages
-        self._model_folder, self._tokenizer_folder, self._run_dir = model_folder, tokenizer_folder, run_dir
-        self._checkpoints = Checkpoints(run_dir, config.trainer.keep_checkpoints, job, tokenizer_folder)
+        self._model_folder, self._checkpoints, self._run_dir = model_folder, checkpoints, run_dir
         self.best: dict[str, float] | None = None
         """The best validation score so far and its step; on rank 0."""
-        self.first_step = self._resume()
+        self.first_step = self._resume(start)
         self._began = time.monotonic()
         self._pause = 0.0
         first_logged = self.first_step + 1 if self.first_step else 0
@@ -187,7 +207,7 @@ class Run:
                 self._run_dir / "hf",
                 self._model_folder,
                 self.job.board,
-                tokenizer_folder=self._tokenizer_folder,
+                tokenizer_folder=self._checkpoints.tokenizer_folder,
                 replace=True,
             )
 
@@ -197,19 +217,11 @@ class Run:
             if book is not None:
                 book.close()
 
-    def _resume(self) -> int:
+    def _resume(self, found: Found | None) -> int:
         """The number of steps that are done already."""
-        trainer = self.config.trainer
-        self._checkpoints.prepare()
-        if trainer.resume is Resume.path:
-            assert trainer.resume_path is not None
-            found = self._checkpoints.at(Path(trainer.resume_path))
-        else:
-            found = self._checkpoints.latest() if trainer.resume is Resume.auto else None
         if found is None:
             return 0
         state, rank_state = self._checkpoints.load(found, self._roles.trained())
-        self.loader.load_state_dict(state["loader"])
         self._roles.judge.controller.load_state_dict(state["kl"])
         self.best = state["best"]
         if rank_state is not None:

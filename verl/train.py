@@ -5,37 +5,51 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch.distributed as dist
+
 from verl.config import PPOConfig, resolved_plan
+from verl.engine.checkpoint import Checkpoints
 from verl.flow.job import Job, start_job
 from verl.mesh.spec import MeshSpec
 from verl.monitor.stages import Stages
 from verl.monitor.trackers import check_trackers
 from verl.ppo import fit
-from verl.roles.build import build_roles, find_folders, load_tokenizer, place
-from verl.run import Prompts, Run
+from verl.roles.build import build_roles, place
+from verl.roles.folders import check_models, find_folders, load_tokenizer
+from verl.run import Prompts, Run, find_start
 
 logger = logging.getLogger(__name__)
 
 EXIT_SECONDS = 10.0
 """After an error a rank that cannot end by itself, since a thread or a library waits for a peer, is ended by force."""
+BYSTANDER_SECONDS = 1.5
+"""A rank that has lost a peer waits so long before it fails too: torchrun names the rank that fails first."""
 
 
 def train(config: PPOConfig, mesh: MeshSpec) -> None:
     """Every rank runs it. UserError: what the user can mend, found before a model is loaded where that is possible."""
     job = start_job(config.trainer.stage_timeout, config.debug.check_program)
-    with ExitStack() as closing:
-        job.board.on_stall.append(closing.close)
-        try:
-            _train(config, mesh, job, closing)
-        except BaseException:
-            # no collective from here on: the peers may be anywhere
-            _leave_by_force_later()
-            raise
-        closing.close()
+    try:
+        with ExitStack() as closing:
+            job.board.on_stall.append(closing.close)
+            try:
+                _train(config, mesh, job, closing)
+            except BaseException:
+                if job.world > 1:
+                    _leave_by_force_later()
+                raise
         job.close()
+    except BaseException as error:
+        # with peers there is no collective from here on, not even to leave the group: they may be anywhere
+        if job.world == 1:
+            job.leave()
+        elif _lost_a_peer(error):
+            time.sleep(BYSTANDER_SECONDS)
+        raise
 
 
 def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> None:
@@ -44,14 +58,17 @@ def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> N
     run_dir = Path(job.hand_over.agree(config.trainer.run_dir, source=0))
     job.together(lambda: check_trackers(config.trainer.trackers))
     folders = find_folders(config, job)
+    check_models(config, placements, folders, job)
     tokenizer = job.together(lambda: load_tokenizer(folders.tokenizer, config.model.trust_remote_code))
     prompts = Prompts(config, tokenizer, job)
+    checkpoints = Checkpoints(run_dir, config.trainer.keep_checkpoints, job, folders.tokenizer)
+    start = job.together(lambda: find_start(config, checkpoints, prompts))
     if job.is_main:
         logger.info("%s", resolved_plan(config, {role: p.dp for role, p in placements.items()}))
     roles = build_roles(
         config, mesh, placements, folders, tokenizer, prompts.total_steps, run_dir, job, stages, closing
     )
-    run = Run(config, prompts, roles, tokenizer, folders.actor, folders.tokenizer, run_dir, job, stages)
+    run = Run(config, prompts, roles, tokenizer, folders.actor, checkpoints, start, run_dir, job, stages)
     closing.callback(run.close)
     with run.progress:
         fit(run, roles)
@@ -63,3 +80,8 @@ def _leave_by_force_later() -> None:
     timer = threading.Timer(EXIT_SECONDS, os._exit, args=(1,))
     timer.daemon = True
     timer.start()
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether another rank has gone in the middle of a message, as gloo and NCCL tell it."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

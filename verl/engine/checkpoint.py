@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,29 +138,35 @@ class Checkpoints:
         return None if folder is None else find(Path(folder))
 
     def at(self, folder: Path) -> Found:
-        """The checkpoint in `folder`. Raises UserError on every rank if there is no whole one."""
-        problem = None
-        if self.job.is_main:
+        """The checkpoint in `folder`. Raises UserError on every rank if one of them sees no whole one there."""
+
+        def look() -> Found:
             try:
-                find(folder)
+                return find(folder)
             except BrokenCheckpointError as error:
-                problem = str(error)
-        problem = self.job.hand_over.agree(problem, source=0)
-        if problem is not None:
-            raise UserError(f"{problem}. trainer.resume_path is a folder like run_dir/checkpoints/step_100.")
-        return find(folder)
+                raise UserError(
+                    f"trainer.resume_path: {error}. It is a folder like run_dir/checkpoints/step_100, which all nodes "
+                    "see under the same path."
+                ) from error
+
+        return self.job.together(look)
+
+    def check(self, found: Found, roles: Iterable[str]) -> None:
+        """Raises UserError when the checkpoint lacks one of the roles that a run trains."""
+        for role in roles:
+            if role not in found.manifest.meshes:
+                raise UserError(
+                    f"{found.folder} holds {_list(found.manifest.meshes)}, but this run trains the {role} too. Resume "
+                    f"with the settings of the run that wrote it, or start anew with another trainer.experiment_name."
+                )
 
     def load(self, found: Found, engines: Mapping[str, TrainEngine]) -> tuple[dict[str, Any], dict[str, bytes] | None]:
         """Fills the engines; (trainer state, this rank's state). The latter is None when ranks or meshes are others.
 
         Raises UserError when the checkpoint lacks a role or is of another model.
         """
+        self.check(found, engines)
         for role in sorted(engines):
-            if role not in found.manifest.meshes:
-                raise UserError(
-                    f"{found.folder} holds {_list(found.manifest.meshes)}, but this run trains the {role} too. Resume "
-                    f"with the settings of the run that wrote it, or start anew with another trainer.experiment_name."
-                )
             load_engine(engines[role], found.folder / role, self.job.board)
         same = self._meshes(engines) == found.manifest.meshes and self.job.world == found.manifest.world
         return found.trainer_state, _read_rank_state(found.folder, self.job.rank) if same else None

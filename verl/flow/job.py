@@ -62,6 +62,10 @@ class Job:
         self.hand_over.close()
         with self.board.waiting([r for r in range(self.world) if r != self.rank], "the end of the job"):
             dist.barrier(group=self.hand_over.group)
+        self.leave()
+
+    def leave(self) -> None:
+        """Frees the process group for another run of this process. Nobody may wait for this rank any more."""
         self.board.close()
         dist.destroy_process_group()
 
@@ -84,7 +88,8 @@ def start_job(stage_timeout: float, check_program: bool) -> Job:
 def _device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
+    if local_rank < torch.cuda.device_count():  # if not, the mesh is held against what there is, and says so
+        torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 

@@ -177,6 +177,10 @@ def _hint(model: HeadedModel, name: str) -> str:
         return ". A reward model is an AutoModelForSequenceClassification with one label; this folder holds none."
     if name == "score.weight":
         return ". A critic starts from a language model, or from a folder whose score.weight has one row."
+    if model.head is Head.lm and model.hf.get_submodule(name.rpartition(".")[0]) is model.output_embeddings:
+        return (
+            f". A language model is needed here; config.json says {', '.join(model.hf.config.architectures or ['?'])}."
+        )
     return ". The folder's files do not belong to its config.json."
 
 

@@ -23,6 +23,9 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 SIGNATURE = "compute_score(data_source, solution_str, ground_truth, extra_info=None)"
 
 
+_IMPORTERS = (__file__, importlib.__file__)
+
+
 @dataclass(frozen=True)
 class FunctionSpec:
     """A reward function as the config names it; what travels to the worker processes."""
@@ -89,8 +92,18 @@ def _import(path: str, where: str) -> ModuleType:
                 "Install it, start from its folder, or name the file: file.py:name."
             ) from error
         raise UserError(
-            f"reward.function.path={path}: {where} raised while it was imported:\n{traceback.format_exc()}"
+            f"reward.function.path={path}: {where} raised while it was imported:\n{_from_users_code(error)}"
         ) from error
+
+
+def _from_users_code(error: BaseException) -> str:
+    """The traceback without the frames of this file and of the import machinery."""
+    at = error.__traceback__
+    while at is not None and (
+        at.tb_frame.f_code.co_filename in _IMPORTERS or "<frozen" in at.tb_frame.f_code.co_filename
+    ):
+        at = at.tb_next
+    return "".join(traceback.format_exception(type(error), error, at)).rstrip()
 
 
 def _load_file(file: Path) -> ModuleType:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from verl.config import LossAggregation, OptimConfig, PPOConfig, problems
 from verl.engine.train_engine import EngineSpec, TrainEngine
@@ -19,7 +19,7 @@ from verl.flow.placement import Groups, Placement, make_groups
 from verl.mesh.resolve import Process, resolve
 from verl.mesh.spec import MeshSpec, RolloutSpec
 from verl.model.heads import Head
-from verl.model.load import hf_parameters, local_box, positions, read_config
+from verl.model.load import hf_parameters, local_box, read_config
 from verl.monitor.stages import Stages
 from verl.reshard.layout import Box
 from verl.rewards.pool import RewardPool
@@ -94,7 +94,6 @@ def build_roles(
     assert isinstance(rollout_spec, RolloutSpec)
     model = job.together(lambda: read_config(folders.actor, config.model.trust_remote_code))
     backend = choose_backend(config, rollout_spec, placements["rollout"], job)
-    job.together(lambda: check_lengths(config, model))
     builder = _Builder(config, mesh, placements, total_steps, Here(job, stages))
     nodes = [
         f"{node[0]}/{node[1]}" for node in job.everywhere((socket.gethostname(), os.environ.get("GROUP_RANK", "0")))
@@ -102,7 +101,9 @@ def build_roles(
     pool = job.together(lambda: start_pool(config, placements["reward"], job))
     if pool is not None:
         closing.callback(pool.close)
-    engines = start_engines(config, rollout_spec, backend, placements["rollout"], folders.actor, model, run_dir, nodes, job)
+    engines = start_engines(
+        config, rollout_spec, backend, placements["rollout"], folders.actor, model, run_dir, nodes, job
+    )
     if engines.backend is not None:
         closing.callback(engines.backend.close)
     groups = builder.groups
@@ -133,16 +134,6 @@ def build_roles(
     at = placements["critic"] if critic is not None else placements["actor"]
     judge = Judge(at, builder.here, groups.get(at.role), config.algorithm, config.rollout.n)
     return Roles(actor, critic, reference, reward, rollout, judge)
-
-
-def check_lengths(config: PPOConfig, model: PretrainedConfig) -> None:
-    """Raises ConfigError where the longest sequence of the settings is longer than the model's."""
-    prompt, response, limit = config.data.max_prompt_length, config.data.max_response_length, positions(model)
-    if limit is not None and prompt + response > limit:
-        raise ConfigError(
-            f"data.max_prompt_length={prompt}, data.max_response_length={response}: together {prompt + response} tokens, "
-            f"and the model {config.model.path} takes {limit} (max_position_embeddings); lower one of them"
-        )
 
 
 def start_pool(config: PPOConfig, placement: Placement, job: Job) -> RewardPool | None:

@@ -30,7 +30,6 @@ from verl.reshard.layout import Box, Domain, Shards, whole
 from verl.roles.actor import Actor
 from verl.roles.role import torch_dtype
 
-
 AnyBackend = TypeVar("AnyBackend", bound=Backend)
 
 

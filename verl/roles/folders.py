@@ -8,12 +8,12 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from verl.config import PPOConfig
-from verl.errors import UserError
+from verl.errors import ConfigError, UserError
 from verl.flow.job import Job
 from verl.flow.placement import Placement
 from verl.model.folder import local_folder
 from verl.model.heads import Head
-from verl.model.load import check_folder
+from verl.model.load import check_folder, positions, read_config
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _find(config: PPOConfig, fetch: bool) -> Folders:
 def check_models(config: PPOConfig, placements: dict[str, Placement], folders: Folders, job: Job) -> None:
     """Before any weight is read: every rank looks at the folders of the roles that it serves.
 
-    Raises UserError for all of them that a role cannot be loaded from.
+    Raises UserError for all folders that a role cannot be loaded from, and for sequences that the model does not take.
     """
     needed = {
         "actor": (config.model.path, "model.path", folders.actor, Head.lm),
@@ -82,12 +82,25 @@ def check_models(config: PPOConfig, placements: dict[str, Placement], folders: F
                 try:
                     kernel, trust = config.model.attn_implementation, config.model.trust_remote_code
                     check_folder(folder, head, job.device, kernel, trust)
+                    if role == "actor":
+                        _check_lengths(config, folder)
                 except UserError as error:
                     problems += [f"{setting if path else 'model.path'}: {problem}" for problem in error.problems]
         if problems:
             raise UserError(*dict.fromkeys(problems))
 
     job.together(check)
+
+
+def _check_lengths(config: PPOConfig, folder: Path) -> None:
+    """Raises ConfigError where the longest sequence of the settings is longer than the model's."""
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    limit = positions(read_config(folder, config.model.trust_remote_code))
+    if limit is not None and prompt + response > limit:
+        raise ConfigError(
+            f"{folder} takes sequences of {limit} tokens (max_position_embeddings), and data.max_prompt_length={prompt} "
+            f"+ data.max_response_length={response} are {prompt + response}; lower one of them"
+        )
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:

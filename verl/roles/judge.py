@@ -10,10 +10,11 @@ from torch import Tensor
 
 from verl.algo.advantages import gae, grpo, rloo, whiten, whiten_moments
 from verl.algo.kl import AdaptiveKL, FixedKL, kl_penalty
-from verl.config import AdvantageEstimator, AlgorithmConfig, KLController, KLEstimator
+from verl.config import AdvantageEstimator, AlgorithmConfig, KLController
 from verl.flow.batch import Experience, Rows
 from verl.flow.placement import Groups, Placement
 from verl.monitor.metrics import Metrics
+from verl.roles.describe import Judged, describe
 from verl.roles.role import Here, Role
 
 Controller = FixedKL | AdaptiveKL
@@ -71,17 +72,18 @@ class Judge(Role):
         else:
             of_rows = torch.stack([r.sum() for r in rewards.split(ids.lengths.tolist())])
             if self.config.adv_estimator is AdvantageEstimator.rloo:
-                judged = rloo(of_rows, self.group_size, weight.scalar())
+                compared = rloo(of_rows, self.group_size, weight.scalar())
             else:
-                judged = grpo(of_rows, self.group_size, weight.scalar(), self.config.norm_adv_by_std_in_grpo)
-            metrics.total("critic/scores_left_out", judged.num_left_out)
-            advantages = judged.advantages.repeat_interleave(ids.lengths)
+                compared = grpo(of_rows, self.group_size, weight.scalar(), self.config.norm_adv_by_std_in_grpo)
+            metrics.total("critic/scores_left_out", compared.num_left_out)
+            advantages = compared.advantages.repeat_interleave(ids.lengths)
         if self.config.whiten_advantages and self.config.adv_estimator is AdvantageEstimator.gae:
             moments = whiten_moments(advantages, token_weight)
             dist.all_reduce(moments, group=self._rows_group)
             advantages = whiten(advantages, moments)
         advantages = torch.where(token_weight != 0, advantages, 0.0)
-        self._describe(experience, rewards, advantages, returns, kl, metrics)
+        judged = Judged(rewards, advantages, None if returns is None else returns.values, kl, self.controller.coef)
+        describe(experience, self.placement, judged, metrics)
         self._control(kl, ids, weight.scalar())
         return ids.like(advantages), returns
 
@@ -123,41 +125,3 @@ class Judge(Role):
         total = torch.stack([(of_rows * weight).sum(), weight.double().sum()])
         dist.all_reduce(total, group=self._rows_group)
         self.controller.update(float(total[0] / total[1].clamp(min=1)), int(total[1]))
-
-    def _describe(
-        self,
-        experience: Experience,
-        rewards: Tensor,
-        advantages: Tensor,
-        returns: Rows | None,
-        kl: Tensor,
-        metrics: Metrics,
-    ) -> None:
-        responses = experience.responses
-        ids, prompts = responses.response_ids.on(self.placement), responses.prompt_ids.on(self.placement)
-        weight = responses.weight.on(self.placement)
-        live, tokens = weight.scalar(), weight.spread(ids)
-        of_rows = torch.stack([r.sum() for r in rewards.split(ids.lengths.tolist())])
-        metrics.spread("critic/score", experience.scores.on(self.placement).scalar(), live)
-        metrics.spread("critic/rewards", of_rows, live)
-        metrics.spread("critic/advantages", advantages, tokens)
-        if returns is not None:
-            metrics.spread("critic/returns", returns.values, tokens)
-        metrics.spread("response_length", ids.lengths, live)
-        metrics.mean("response_length/clip_ratio", ~responses.ended.on(self.placement).scalar(), live)
-        metrics.spread("prompt_length", prompts.lengths, live)
-        metrics.total("perf/total_num_tokens", ((ids.lengths + prompts.lengths) * live).sum())
-        metrics.total("perf/num_samples", live.sum())
-        if experience.ref_logprobs is not None:
-            metrics.mean("actor/reward_kl_penalty", kl, tokens)
-            metrics.last("actor/reward_kl_penalty_coeff", self.controller.coef)
-        self._describe_mismatch(experience, tokens, metrics)
-
-    def _describe_mismatch(self, experience: Experience, tokens: Tensor, metrics: Metrics) -> None:
-        """How far the trainer's log-probs are from those that the engine sampled with."""
-        old = experience.old_logprobs.on(self.placement).values
-        rollout = experience.responses.rollout_logprobs.on(self.placement).values
-        gap = torch.where(tokens != 0, old - rollout, 0.0)
-        metrics.mean("rollout/logprob_gap_mean", gap.abs(), tokens)
-        metrics.max("rollout/logprob_gap_max", gap.abs().max() if len(gap) else 0.0)
-        metrics.mean("rollout/kl", kl_penalty(rollout, old, KLEstimator.k3), tokens)

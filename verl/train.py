@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from verl.config import PPOConfig, resolved_plan
+from verl.checks import resolved_plan
+from verl.config import PPOConfig
 from verl.engine.checkpoint import Checkpoints
 from verl.flow.job import Job, start_job
 from verl.mesh.spec import MeshSpec

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from verl import config as settings
-from verl.config import CHOICES, RULES, AdvantageEstimator, PPOConfig, leaves, problems, resolved_plan
+from verl.checks import CHOICES, RULES, problems, resolved_plan
+from verl.config import AdvantageEstimator, PPOConfig, leaves
 
 ONE = {"actor": 1, "critic": 1, "reference": 1, "reward": 1, "rollout": 1}
 

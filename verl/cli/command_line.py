@@ -28,12 +28,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from verl.checks import problems
 from verl.cli.arguments import CFG, CONFIGS, HELP, MULTIRUN, SHOW, Arguments, sort_arguments
 from verl.cli.help import help_text
 from verl.cli.mesh_source import read_mesh
 from verl.cli.places import COMMAND_LINE, Places, read_text, shown
 from verl.cli.settings import fill, unknown
-from verl.config import PPOConfig, leaves, problems
+from verl.config import PPOConfig, leaves
 from verl.errors import EXIT_CODE, ConfigError, UserError
 from verl.mesh.document import read
 from verl.mesh.resolve import collapse, refuse_one_process

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.config import LossAggregation, OptimConfig, PPOConfig, problems
+from verl.checks import problems
+from verl.config import LossAggregation, OptimConfig, PPOConfig
 from verl.engine.train_engine import EngineSpec, TrainEngine
 from verl.errors import ConfigError
 from verl.flow.job import Job

@@ -103,6 +103,23 @@ def problems(config: PPOConfig, dp: dict[str, int]) -> list[str]:
     return [*_value_problems(config), *_combination_problems(config, dp), *_batch_problems(config, dp)]
 
 
+def cautions(config: PPOConfig) -> list[str]:
+    """What runs, but may not be what is meant; said once at the start."""
+    said = []
+    if config.actor.use_kl_loss and config.actor.kl_loss_type is not KLEstimator.k2:
+        said.append(
+            f"actor.kl_loss_type={config.actor.kl_loss_type}: as a loss its gradient is not the KL's (k1's mean is 0, "
+            f"k3's is that of the reverse KL); k2's is"
+        )
+    if config.rollout.top_p < 1 or config.rollout.top_k > 0:
+        said.append(
+            f"rollout.top_p={config.rollout.top_p:g}, top_k={config.rollout.top_k}: responses come from a truncated "
+            f"distribution, and the policy's log-probs are of the whole one. "
+            "actor.mismatch_correction=truncate weights tokens by the ratio of the two"
+        )
+    return said
+
+
 def _value_problems(config: PPOConfig) -> Iterator[str]:
     """Single values out of their range."""
     for name, value in leaves(config):

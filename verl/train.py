@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from verl.checks import resolved_plan
+from verl.checks import cautions, resolved_plan
 from verl.config import PPOConfig
 from verl.engine.checkpoint import Checkpoints
 from verl.flow.job import Job, start_job
@@ -34,6 +34,12 @@ BYSTANDER_SECONDS = 1.5
 def train(config: PPOConfig, mesh: MeshSpec) -> None:
     """Every rank runs it. UserError: what the user can mend, found before a model is loaded where that is possible."""
     job = start_job(config.trainer.stage_timeout, config.debug.check_program)
+    # no handler of ours where a caller has set up logging
+    logging.basicConfig(
+        level=logging.INFO if job.is_main else logging.WARNING,
+        format=f"[%(asctime)s rank {job.rank}] %(message)s",
+        datefmt="%H:%M:%S",
+    )
     try:
         with ExitStack() as closing:
             job.board.on_stall.append(closing.close)
@@ -66,6 +72,8 @@ def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> N
     start = job.together(lambda: find_start(config, checkpoints, prompts))
     if job.is_main:
         logger.info("%s", resolved_plan(config, {role: p.dp for role, p in placements.items()}))
+        for caution in cautions(config):
+            logger.warning("%s", caution)
     roles = build_roles(
         config, mesh, placements, folders, tokenizer, prompts.total_steps, run_dir, job, stages, closing
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -17,7 +18,7 @@ from verl.engine.train_engine import EngineSpec, TrainEngine
 from verl.errors import ConfigError
 from verl.flow.job import Job
 from verl.flow.placement import Groups, Placement, make_groups
-from verl.mesh.resolve import Process, resolve
+from verl.mesh.resolve import Process, idle, resolve
 from verl.mesh.spec import MeshSpec, RolloutSpec
 from verl.model.heads import Head
 from verl.model.load import hf_parameters, local_box, read_config
@@ -36,6 +37,8 @@ from verl.roles.reference import Reference
 from verl.roles.reward import Reward
 from verl.roles.role import Here, torch_dtype
 from verl.roles.rollout import Rollout
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,10 @@ def place(config: PPOConfig, mesh: MeshSpec, job: Job) -> dict[str, Placement]:
     num_devices = None if job.device.type == "cpu" else _visible_devices()
     here = Process.from_environment(os.environ, [socket.gethostname()], num_devices)
     processes = job.everywhere(here)
-    return job.together(lambda: _place(config, mesh, processes))
+    placements = job.together(lambda: _place(config, mesh, processes))
+    if job.is_main and (unused := idle(mesh, processes)):
+        logger.warning("no role uses the devices of rank %s", ", ".join(str(process.rank) for process in unused))
+    return placements
 
 
 def _place(config: PPOConfig, mesh: MeshSpec, processes: list[Process]) -> dict[str, Placement]:

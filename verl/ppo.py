@@ -63,8 +63,9 @@ def fit(run: Run, roles: Roles) -> None:
 
     for step in range(run.first_step, run.total_steps):
         run.begin_step()
-        metrics, experience = ppo_step(run.loader.next_batch(step), roles, hand_over, config)
-        run.settle(step + 1, metrics, experience)
+        prompts = run.loader.next_batch(step)
+        metrics, experience = ppo_step(prompts, roles, hand_over, config)
+        run.settle(step + 1, prompts, metrics, experience)
         if run.validates and run.due(step + 1, config.trainer.test_freq):
             run.settle_validation(step + 1, validate(run.validation_batches(), roles, hand_over, config))
         if config.trainer.save_freq >= 0 and run.due(step + 1, config.trainer.save_freq):

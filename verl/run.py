@@ -166,10 +166,10 @@ class Run:
     def begin_step(self) -> None:
         self._began = time.monotonic()
 
-    def settle(self, step: int, metrics: Metrics, experience: Experience) -> None:
+    def settle(self, step: int, prompts: PromptBatch, metrics: Metrics, experience: Experience) -> None:
         """The end of a step: rank 0 gets every rank's part of the metrics and writes the books."""
         metrics |= self._roles.reward.drain()
-        figures = self._collect(step, metrics, self._samples_here(experience))
+        figures = self._collect(step, metrics, self._samples_here(prompts, experience))
         if figures is not None:
             seconds = time.monotonic() - self._began
             tokens, samples = figures.pop("perf/total_num_tokens"), figures.pop("perf/num_samples")
@@ -244,20 +244,24 @@ class Run:
             self._samples.log(step, logged)
         return Metrics.merge(Metrics.from_json(part["metrics"].encode()) for part in parts).result()
 
-    def _samples_here(self, experience: Experience) -> list[dict[str, Any]]:
-        """The first rows of the step, from the rank that judges them, as text."""
+    def _samples_here(self, batch: PromptBatch, experience: Experience) -> list[dict[str, Any]]:
+        """The first rows of the step, from the ranks that judge them, as text."""
         judge = self._roles.judge
         if not judge.speaks:
             return []
         at, responses = judge.placement, experience.responses
-        rows = at.outputs.rows(self.job.rank, responses.weight.size)
-        shown = range(len(range(rows.start, min(rows.stop, self.config.trainer.log_samples))))
+        held = at.outputs.rows(self.job.rank, responses.weight.size)
         prompts, answers = responses.prompt_ids.on(at).split(), responses.response_ids.on(at).split()
         scores = experience.scores.on(at).scalar().tolist()
-        texts = [[self._tokenizer.decode(ids[i].tolist()) for ids in (prompts, answers)] for i in shown]
+        group = responses.weight.size // len(batch.prompts)
         return [
-            {"prompt": prompt, "response": answer, "score": scores[i], "ground_truth": None}
-            for i, (prompt, answer) in zip(shown, texts, strict=True)
+            {
+                "prompt": self._tokenizer.decode(prompts[row - held.start].tolist()),
+                "response": self._tokenizer.decode(answers[row - held.start].tolist()),
+                "score": scores[row - held.start],
+                "ground_truth": batch.prompts[row // group].ground_truth,
+            }
+            for row in range(held.start, min(held.stop, self.config.trainer.log_samples))
         ]
 
     def _log(self, step: int, figures: dict[str, float]) -> None:

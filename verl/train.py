@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ BYSTANDER_SECONDS = 1.5
 
 def train(config: PPOConfig, mesh: MeshSpec) -> None:
     """Every rank runs it. UserError: what the user can mend, found before a model is loaded where that is possible."""
+    signal.signal(signal.SIGTERM, _terminated)
     job = start_job(config.trainer.stage_timeout, config.debug.check_program)
     # no handler of ours where a caller has set up logging
     logging.basicConfig(
@@ -83,6 +85,12 @@ def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> N
         fit(run, roles)
     if config.trainer.export_final:
         run.export()
+
+
+def _terminated(number: int, _: object) -> None:
+    """torchrun or a scheduler ends the job: an exception, so that children and trackers are closed. Twice: at once."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise SystemExit(128 + number)
 
 
 def _leave_by_force_later() -> None:

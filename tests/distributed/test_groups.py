@@ -27,10 +27,8 @@ def places_in_groups() -> dict[str, tuple[tuple[int, ...], dict[str, list[int]]]
     for role, mine in groups.items():
         coordinate = mine.mesh.get_coordinate()
         assert coordinate is not None
-        of = {axis: mine.mesh.get_group(axis) for axis in ("pp", "dp", "tp")} | {
-            "rows": mine.rows,
-            "all": mine.everyone,
-        }
+        of = {axis: mine.mesh.get_group(axis) for axis in ("pp", "dp", "tp")}
+        of |= {"rows": mine.rows, "all": mine.everyone}
         said[role] = tuple(coordinate), {name: members(group, job.rank) for name, group in of.items()}
     job.close()
     return said

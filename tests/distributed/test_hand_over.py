@@ -11,6 +11,8 @@ from verl.flow.batch import Column, Experience, Responses, Rows
 from verl.flow.job import Job, start_job
 from verl.flow.placement import Placement
 
+pytestmark = pytest.mark.dist
+
 SIZE = 24
 
 PLACES = {
@@ -125,6 +127,22 @@ def unread(elements: int) -> float:
 @pytest.mark.parametrize("elements", [1, 300_000])
 def test_rows_that_nobody_reads_hold_nobody(elements: int) -> None:
     assert max(run_ranks(2, unread, elements)) < 10
+
+
+def one_column_under_two_names() -> list[list[float]]:
+    job = start_job(stage_timeout=20, check_program=False)
+    src, dst = Placement("actor", (0,)), Placement("critic", (1,))
+    rows = Rows.scalars([3.0, 4.0], torch.float32) if job.rank == 0 else None
+    column = Column.produced("scores", 2, src, job.rank, rows)
+    record = job.hand_over(Experience(*[column] * 3), to=served(dst))  # type: ignore[arg-type]
+    read = [c.on(dst).values.tolist() for c in (record.scores, record.old_logprobs)] if job.rank == 1 else []
+    job.hand_over.settle(b"")
+    job.close()
+    return read
+
+
+def test_one_column_arrives_under_each_of_its_names() -> None:
+    assert run_ranks(2, one_column_under_two_names) == [[], [[3.0, 4.0], [3.0, 4.0]]]
 
 
 def absent() -> list[str]:

@@ -183,8 +183,9 @@ def hang(setup: Setup, where: str) -> None:
     job = start_job(stage_timeout=2, check_program=False)
     targets, sync = memory(setup, job), make_sync(setup, job)
     job.board.at("reshard")
-    if where == "before" and job.rank == 3:
-        time.sleep(100)
+    if job.rank == 3:
+        job.board.timeout = 100  # the others are to find it
+        time.sleep(100 if where == "before" else 0)
     for version in range(2):
         sync.run(
             sources(setup, job.rank, version),
@@ -195,8 +196,9 @@ def hang(setup: Setup, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "reading"])
-def test_the_rank_that_holds_the_weights_up_is_named(where: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 only sends, and waits until rank 3 has taken it or read it."""
+@pytest.mark.parametrize("name", ["own memory, disjoint", "nodes' memory, trained on one"])
+def test_the_rank_that_holds_the_weights_up_is_named(name: str, where: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Others only send to rank 3, or tell it that it may read, and wait until it has taken or heard that."""
     with pytest.raises(RankFailed):
-        run_ranks(4, hang, SETUPS["own memory, disjoint"], where)
+        run_ranks(4, hang, SETUPS[name], where)
     assert set(re.findall(r"rank (\d) has shown no sign of life", capfd.readouterr().err)) == {"3"}

@@ -136,7 +136,7 @@ def train(
         loss.backward()
         steps.losses.append(loss.item())
         steps.norms.append(nn.utils.clip_grad_norm_(named.values(), config.clip_grad).item())
-        steps.rates.append(schedule.get_last_lr()[0])
+        steps.rates.append(float(schedule.get_last_lr()[0]))
         steps.gradients.append({name: p.grad.clone() for name, p in named.items() if p.grad is not None})
         adamw.step()
         adamw.zero_grad()

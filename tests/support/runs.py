@@ -1,4 +1,4 @@
-"""Whole runs on a tiny model: the folder with model, prompts and reward function, its config, and the ranks to run it on."""
+"""Whole runs on a tiny model: the folder with model, prompts and reward function, the config, and the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripts.make_tiny_model import make_tiny_model
 from tests.support.ranks import run_ranks
 from verl.config import PPOConfig
 from verl.mesh.parse import parse_value
-from verl.mesh.spec import MeshSpec
+from verl.mesh.spec import ROLES, MeshSpec
 from verl.train import train
 
 REWARD = '''
@@ -22,8 +22,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 MESHES: dict[str, tuple[int, dict[str, list[int]]]] = {
-    "one process": (1, dict.fromkeys(("actor", "critic", "reference", "reward", "rollout"), [0])),
-    "colocated": (2, dict.fromkeys(("actor", "critic", "reference", "reward", "rollout"), [0, 1])),
+    "one process": (1, {role: [0] for role in ROLES}),
+    "colocated": (2, {role: [0, 1] for role in ROLES}),
     "disjoint": (4, {"actor": [3], "critic": [1], "reference": [0], "rollout": [2]}),
     "rank 0 idle": (3, {"actor": [2, 1], "critic": [1], "reference": [2], "reward": [1], "rollout": [2, 1]}),
 }

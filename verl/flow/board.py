@@ -164,10 +164,12 @@ class Board:
         for rank in range(self.world):
             entry = self._read(rank, store)
             lines.append(f"  rank {rank}: {entry.stage}" + (f" (for {now - entry.time:.0f} s)" if entry.time else ""))
-        error = StalledError("\n".join(lines))
-        sys.stderr.write(f"verl: {error}\n")
-        sys.stderr.flush()
-        get_error_handler().record_exception(error)
+        try:
+            raise StalledError("\n".join(lines))
+        except StalledError as error:  # raised, since of what is recorded torchrun shows the traceback
+            sys.stderr.write(f"verl: {error}\n")
+            sys.stderr.flush()
+            get_error_handler().record_exception(error)
         by_force = threading.Timer(EXIT_SECONDS, os._exit, args=(1,))
         by_force.daemon = True
         by_force.start()

@@ -85,7 +85,9 @@ def materialise(model: HeadedModel, device: torch.device) -> None:
     tied = model.head is Head.lm and model.hf.config.get_text_config().tie_word_embeddings
     model.to_empty(device=device)
     if tied:
-        model.output_embeddings.weight = model.hf.get_input_embeddings().weight  # to_empty parts them
+        embeddings = model.hf.get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        model.output_embeddings.weight = embeddings.weight  # to_empty parts them
     for module in model.hf.modules():
         if next(module.buffers(recurse=False), None) is not None:
             model.hf._init_weights(module)

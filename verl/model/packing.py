@@ -25,10 +25,14 @@ class MicroBatch:
     """[k] where each of them stands in the rank's flat outputs."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        moved = (
-            t.to(device, non_blocking=True) for t in (self.input_ids, self.position_ids, self.select, self.targets)
+        """What the model reads, on the device; `tokens` stays where the rank's flat outputs are."""
+
+        def there(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return MicroBatch(
+            there(self.input_ids), there(self.position_ids), there(self.select), there(self.targets), self.tokens
         )
-        return MicroBatch(*moved, self.tokens)
 
 
 @dataclass(frozen=True)

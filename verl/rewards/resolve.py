@@ -23,7 +23,7 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 SIGNATURE = "compute_score(data_source, solution_str, ground_truth, extra_info=None)"
 
 
-_IMPORTERS = (__file__, importlib.__file__)
+_IMPORTERS = (__file__, importlib.__file__, "<frozen importlib")
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,7 @@ def _import(path: str, where: str) -> ModuleType:
 def _from_users_code(error: BaseException) -> str:
     """The traceback without the frames of this file and of the import machinery."""
     at = error.__traceback__
-    while at is not None and (
-        at.tb_frame.f_code.co_filename in _IMPORTERS or "<frozen" in at.tb_frame.f_code.co_filename
-    ):
+    while at is not None and at.tb_frame.f_code.co_filename.startswith(_IMPORTERS):
         at = at.tb_next
     return "".join(traceback.format_exception(type(error), error, at)).rstrip()
 

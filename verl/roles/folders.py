@@ -98,8 +98,8 @@ def _check_lengths(config: PPOConfig, folder: Path) -> None:
     limit = positions(read_config(folder, config.model.trust_remote_code))
     if limit is not None and prompt + response > limit:
         raise ConfigError(
-            f"{folder} takes sequences of {limit} tokens (max_position_embeddings), and data.max_prompt_length={prompt} "
-            f"+ data.max_response_length={response} are {prompt + response}; lower one of them"
+            f"{folder} takes sequences of {limit} tokens (max_position_embeddings), and "
+            f"data.max_prompt_length={prompt} + data.max_response_length={response} is {prompt + response}; lower one"
         )
 
 

@@ -43,7 +43,7 @@ class Judge(Role):
         metrics = Metrics()
         advantages = returns = None
         if self.holds_rows:
-            with self.stage("adv"):
+            with self.stage("adv"), self.in_step():
                 advantages, returns = self._judge(experience, metrics)
         size = experience.scores.size
         with_returns = self.config.adv_estimator is AdvantageEstimator.gae

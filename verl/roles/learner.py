@@ -65,7 +65,7 @@ class Learner(ModelRole):
         """
         name, metrics, done = self.placement.role, Metrics(), 0
         sequences = self.sequences(responses)
-        with self.stage(f"update_{name}"):
+        with self.stage(f"update_{name}"), self.in_step():
             mini_batches = self._mini_batches(responses)
             for batch in mini_batches * self.schedule.epochs:
                 loss = make_loss(batch)

@@ -88,7 +88,9 @@ class Reward(ModelRole):
 
     def _model_scores(self, responses: Responses) -> Tensor:
         """At the last token of each row, wherever the response ended."""
-        return self.engine.forward(self._sequences(responses, Sequences.last_tokens)).values
+        sequences = self._sequences(responses, Sequences.last_tokens)
+        with self.in_step():
+            return self.engine.forward(sequences).values
 
     def _function_scores(self, pool: RewardPool, prompts: PromptBatch, responses: Responses) -> Tensor:
         size = responses.weight.size

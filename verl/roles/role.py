@@ -53,6 +53,11 @@ class Role:
     def stage(self, name: str) -> AbstractContextManager[None]:
         return self.here.stages(name, self.placement.role)
 
+    def in_step(self) -> AbstractContextManager[None]:
+        """Around what the role's ranks do together: a rank that is held up there waits for the others."""
+        others = [rank for rank in self.placement.ranks if rank != self.here.rank]
+        return self.here.job.board.waiting(others, "the others' part")
+
     def produced(self, name: str, size: int, rows: Rows | None) -> Column:
         return Column.produced(name, size, self.placement, self.here.rank, rows)
 
@@ -86,7 +91,7 @@ class ModelRole(Role):
         rows = None
         if self.serves:
             sequences = self.sequences(responses)  # may wait for them, which is no part of the stage
-            with self.stage(stage):
+            with self.stage(stage), self.in_step():
                 values = self.engine.forward(sequences, temperature).values
             if self.holds_rows:
                 rows = responses.response_ids.on(self.placement).like(values)

@@ -21,6 +21,7 @@ from verl.generation.vllm.options import VllmOptions, llm_arguments
 from verl.generation.vllm.probe import judge, probe
 from verl.generation.vllm.wire import (
     Channel,
+    Disconnected,
     Message,
     generate_message,
     parse_generate,
@@ -215,7 +216,7 @@ def test_the_end_of_the_stream_is_told_from_a_message_that_stops() -> None:
         receiver.receive()
     here.close()
     assert receiver.poll(0)
-    with pytest.raises(EOFError):
+    with pytest.raises(Disconnected):
         receiver.receive()
     there.close()
 

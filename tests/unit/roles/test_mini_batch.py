@@ -8,7 +8,7 @@ from verl.roles.mini_batch import rows_of_mini_batch
 
 @given(groups=st.integers(1, 4), minis=st.integers(1, 3), each=st.integers(1, 3), size=st.integers(1, 4))
 def test_a_mini_batch_is_the_same_rows_on_any_mesh(groups: int, minis: int, each: int, size: int) -> None:
-    """`groups` ranks with as many prompt groups each as all mini-batches need; group g is in mini-batch g mod `minis`."""
+    """Each of `groups` ranks has as many prompt groups as all mini-batches need; group g is in number g mod `minis`."""
     share = minis * each * size
     for number in range(minis):
         wanted = [row for row in range(groups * share) if (row // size) % minis == number]

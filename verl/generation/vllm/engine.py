@@ -14,7 +14,7 @@ from verl.generation.vllm.buffer import WeightBuffer, layout_to_json
 from verl.generation.vllm.child import Child
 from verl.generation.vllm.environment import child_environment
 from verl.generation.vllm.options import VllmOptions, llm_arguments
-from verl.generation.vllm.wire import Channel, Message, generate_message, parse_sample
+from verl.generation.vllm.wire import Channel, Disconnected, Message, generate_message, parse_sample
 
 _QUIT_SECONDS = 10.0
 _DEATH_SECONDS = 10.0  # from the end of the connection to the end of the process
@@ -146,8 +146,8 @@ class VllmEngine:
             try:
                 self._channel.send(Message("quit"))
                 self._child.wait(_QUIT_SECONDS)
-            except OSError:
-                pass  # it is gone already
+            except (Disconnected, TimeoutError):
+                pass  # it is gone already, or about to be killed
         self._child.kill()
         self._channel.close()
         self._failure = self._failure or f"{self._name}: the engine has been closed"
@@ -200,7 +200,7 @@ class VllmEngine:
             self._channel.send(message)
         except TimeoutError:
             raise self._fail(f"took no message for {self._stage_timeout:g} s while {doing}", hung=True) from None
-        except OSError:
+        except Disconnected:
             raise self._fail(f"ended while {doing}") from None
 
     def _expect(self, kind: str, doing: str) -> Message:
@@ -218,7 +218,7 @@ class VllmEngine:
                 message = self._channel.receive()
             except TimeoutError:
                 raise self._fail(f"said nothing for {self._stage_timeout:g} s while {doing}", hung=True) from None
-            except (EOFError, OSError):
+            except Disconnected:
                 raise self._fail(f"ended while {doing}") from None
             self._on_progress()
             if message.kind == "error":

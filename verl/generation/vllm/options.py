@@ -32,7 +32,8 @@ class VllmOptions:
     shares_devices: bool = False
     """The trainer uses the same devices: vLLM's sleep mode is switched on, which frees the memory in between."""
     threads: int = 1
-    """OpenMP threads of each worker. More only pays where the cores are free while it generates."""
+    """OpenMP threads of each worker. More pay only where the cores are free while it generates: threads that wait for
+    one another spin, and on cores that others use two were ten times slower than one."""
     seed: int = 0
     """vLLM's own seed. Samples do not depend on it: every request brings its own."""
     trust_remote_code: bool = False

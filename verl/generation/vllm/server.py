@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from verl.generation.types import Request, Sample, Sampling
 from verl.generation.vllm.tree import remove_segments, shared_segments
-from verl.generation.vllm.wire import Channel, Message, parse_generate, sample_message
+from verl.generation.vllm.wire import Channel, Disconnected, Message, parse_generate, sample_message
 
 _PROGRESS_SECONDS = 1.0
 _FLUSH_SECONDS = 5.0
@@ -46,7 +46,7 @@ class Outbox:
         while (message := self._messages.get()) is not None:
             try:
                 self._channel.send(message)
-            except OSError:
+            except Disconnected:
                 return  # the rank is gone; the receiving side sees it too
 
 
@@ -77,7 +77,9 @@ class Server:
                 if message.kind == "quit":
                     return
                 self._handle(message)
-            if self._step() or time.monotonic() - told >= _PROGRESS_SECONDS:
+            if self._step():
+                told = time.monotonic()
+            elif time.monotonic() - told >= _PROGRESS_SECONDS:
                 told = time.monotonic()
                 self._outbox.put(Message("progress"))
 
@@ -104,12 +106,12 @@ class Server:
     def _load(self, version: int) -> None:
         assert not self._running, "weights change between two calls of generate"
         self._version = None
-        seconds = self._llm.collective_rpc("verl_load_weights")
+        self._llm.collective_rpc("verl_load_weights")
         # The cached keys and values of a prefix come from the old weights.
         if not self._llm.reset_prefix_cache() and self._caches_prefixes:
             raise RuntimeError("vLLM did not reset its prefix cache")
         self._version = version
-        self._outbox.put(Message("loaded", {"version": version, "seconds": seconds}))
+        self._outbox.put(Message("loaded", {"version": version}))
 
     def _generate(self, call: int, requests: list[Request], sampling: Sampling) -> None:
         assert self._version is not None, "no weights are loaded"
@@ -188,7 +190,7 @@ def serve(descriptor: int) -> NoReturn:
         outbox.put(Message("ready"))
         server.run()
         exit_code = 0
-    except EOFError:
+    except Disconnected:
         exit_code = 0  # the rank is gone
     except Exception as error:
         traceback.print_exc()

@@ -27,6 +27,10 @@ class Message:
     """Token ids and log-probs, in the machine's own byte order: both ends run on one machine."""
 
 
+class Disconnected(Exception):
+    """The other end has closed the connection, or is dead."""
+
+
 class Channel:
     """Messages over a connected stream socket. One thread may send while another receives."""
 
@@ -38,16 +42,19 @@ class Channel:
         self._poll.register(connection, select.POLLIN)
 
     def send(self, message: Message) -> None:
-        """Raises OSError where the other end is gone, TimeoutError where it does not read."""
+        """Raises Disconnected where the other end is gone, TimeoutError where it does not read."""
         header = json.dumps([message.kind, message.fields]).encode()
-        self._socket.sendall(_PREFIX.pack(len(header), len(message.body)) + header + message.body)
+        try:
+            self._socket.sendall(_PREFIX.pack(len(header), len(message.body)) + header + message.body)
+        except ConnectionError as error:
+            raise Disconnected from error
 
     def poll(self, seconds: float) -> bool:
         """Is there something to receive, within so many seconds? The end of the stream counts."""
         return bool(self._poll.poll(seconds * 1000))
 
     def receive(self) -> Message:
-        """Raises EOFError at the end of the stream, TimeoutError where a message stops in the middle."""
+        """Raises Disconnected at the end of the stream, TimeoutError where a message stops in the middle."""
         header_length, body_length = _PREFIX.unpack(self._read(_PREFIX.size))
         kind, fields = json.loads(self._read(header_length))
         return Message(kind, fields, self._read(body_length))
@@ -59,9 +66,12 @@ class Channel:
         data = bytearray(length)
         view = memoryview(data)
         while view:
-            count = self._socket.recv_into(view)
+            try:
+                count = self._socket.recv_into(view)
+            except ConnectionError as error:
+                raise Disconnected from error
             if count == 0:
-                raise EOFError("the other end closed the connection")
+                raise Disconnected
             view = view[count:]
         return bytes(data)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +30,8 @@ class WeightLoader:
         # It warns of every tied head and rotary embedding; what is truly missing is found in verl_load_weights.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
-    def verl_load_weights(self) -> float:
-        """Put this worker's part of the shared weights into its model. Returns the seconds that it took.
+    def verl_load_weights(self) -> None:
+        """Put this worker's part of the shared weights into its model.
 
         vLLM's own layer by layer reload is used, since on the CPU a linear layer's weight exists only packed for
         oneDNN. Raises ValueError where the shared weights leave a parameter of the model as it was.
@@ -40,7 +39,6 @@ class WeightLoader:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        started = time.monotonic()
         model: Any = self.get_model()
         wanted = {name for name, _ in model.named_parameters()}
         with set_current_vllm_config(self.vllm_config):
@@ -51,7 +49,6 @@ class WeightLoader:
                 _refresh_tied_heads(model)
         if missing := sorted(wanted - loaded):
             raise ValueError(f"the trainer's weights hold nothing for {', '.join(missing)} of {type(model).__name__}")
-        return time.monotonic() - started
 
 
 def _refresh_tied_heads(model: Module) -> None:

@@ -248,7 +248,7 @@ def test_two_workers(start: Callable[..., Rig]) -> None:
     worker = max(pid for pid in session_members(session) if "cpushm" in Path(f"/proc/{pid}/maps").read_text())
     os.kill(worker, signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(EngineError, match=r"engine worker VllmWorker-1.* ended: -9"):
+    with pytest.raises(EngineError, match=r"engine worker VllmWorker-1, process \d+, died"):
         list(samples)
     assert time.monotonic() - started < 5
     assert session_members(session) == []

@@ -68,9 +68,10 @@ def value(batch: Batch) -> TokenLoss:
 class Steps:
     """What two optimizer steps saw and left."""
 
-    before: Tensor | None = None
+    before: Tensor
     """Log-probs or values of all response tokens before the first step."""
-    after: Tensor | None = None
+    after: Tensor = field(default_factory=lambda: torch.empty(0))
+    """And after the last."""
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)

@@ -23,6 +23,7 @@ from verl.generation.vllm.wire import Channel, Disconnected, Message, parse_gene
 
 _PROGRESS_SECONDS = 1.0
 _FLUSH_SECONDS = 5.0
+_EXIT_CODE_SECONDS = 0.3  # in which vLLM, which takes the exit code, logs it
 
 
 class Outbox:
@@ -171,7 +172,8 @@ def _end_with_workers() -> None:
         dead = multiprocessing.connection.wait([worker.sentinel for worker in workers])
         for worker in workers:
             if worker.sentinel in dead:
-                sys.stderr.write(f"engine worker {worker.name}, process {worker.pid}, ended: {worker.exitcode}\n")
+                sys.stderr.write(f"engine worker {worker.name}, process {worker.pid}, died\n")
+        time.sleep(_EXIT_CODE_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, name="worker-watch", daemon=True).start()

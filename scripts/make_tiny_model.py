@@ -45,6 +45,8 @@ CHAT_TEMPLATE = (
 )
 VOCAB_SIZE = 320
 """Rows of the embedding: more than the tokenizer has tokens, as in many real models."""
+HEAD_DIM = 32
+"""The least that vLLM's attention takes on a CPU."""
 SCALE = 0.1
 """Standard deviation of the parameters; norms vary so about 1. Large enough that greedy choices are no near-ties."""
 
@@ -81,20 +83,20 @@ def tiny_config(
     hidden_size: int,
     num_heads: int,
     num_kv_heads: int,
+    head_dim: int,
     vocab_size: int,
     tied: bool,
 ) -> PreTrainedConfig:
-    """The architecture's config at a small size; head dimension hidden_size / num_heads."""
+    """The architecture's config at a small size."""
     if architecture not in CONFIGS:
         raise ValueError(f"architecture {architecture!r} is not one of {', '.join(CONFIGS)}")
-    if hidden_size % (2 * num_heads) or num_heads % num_kv_heads:
+    if head_dim % 2 or num_heads % num_kv_heads:
         raise ValueError(
-            f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads}, "
-            f"and num_heads a multiple of num_kv_heads {num_kv_heads}"
+            f"head_dim {head_dim} must be even, and num_heads {num_heads} a multiple of num_kv_heads {num_kv_heads}"
         )
     special: dict[str, Any] = {}
     if architecture == "gemma3":
-        special = {"sliding_window": 16, "query_pre_attn_scalar": hidden_size // num_heads}
+        special = {"sliding_window": 16, "query_pre_attn_scalar": head_dim}
     return CONFIGS[architecture](
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -102,7 +104,7 @@ def tiny_config(
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=head_dim,
         max_position_embeddings=512,
         tie_word_embeddings=tied,
         bos_token_id=None,
@@ -132,6 +134,7 @@ def make_tiny_model(
     hidden_size: int = 64,
     num_heads: int = 8,
     num_kv_heads: int = 4,
+    head_dim: int = HEAD_DIM,
     vocab_size: int = VOCAB_SIZE,
     tied: bool = False,
 ) -> Path:
@@ -142,6 +145,7 @@ def make_tiny_model(
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         vocab_size=vocab_size,
         tied=tied,
     )
@@ -159,6 +163,7 @@ def make_tiny_reward_model(
         hidden_size=64,
         num_heads=8,
         num_kv_heads=4,
+        head_dim=HEAD_DIM,
         vocab_size=vocab_size,
         tied=False,
     )

@@ -40,8 +40,7 @@ def model_folder(given: Path | None, quick: bool) -> Path:
     if given is None and quick:
         from scripts.make_tiny_model import make_tiny_model
 
-        # heads of 32, which vLLM has a kernel for on the CPU
-        return make_tiny_model(OUT / "tiny_model", num_heads=2, num_kv_heads=1, vocab_size=512)
+        return make_tiny_model(OUT / "tiny_model", vocab_size=512)
     folder = (given or MODEL).resolve()
     if not (folder / "config.json").is_file():
         raise SystemExit(

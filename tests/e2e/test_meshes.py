@@ -19,7 +19,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 
 def everywhere(ranks: int) -> dict[str, list[int]]:
-    return dict.fromkeys(("actor", "critic", "reference", "reward", "rollout"), list(range(ranks)))
+    return {role: list(range(ranks)) for role in ("actor", "critic", "reference", "reward", "rollout")}
 
 
 @pytest.mark.parametrize("dp", [2, 3])
@@ -82,7 +82,12 @@ def test_roles_on_their_own_devices_work_at_the_same_time(task: Task) -> None:
 
 
 def test_kl_early_stop_ends_the_actor_s_steps_but_not_the_critic_s(task: Task) -> None:
-    changes = {"actor__target_kl": 1e-9, "actor__ppo_epochs": 2, "critic__ppo_epochs": 2, "trainer__total_training_steps": 1}
+    changes = {
+        "actor__target_kl": 1e-9,
+        "actor__ppo_epochs": 2,
+        "critic__ppo_epochs": 2,
+        "trainer__total_training_steps": 1,
+    }
     lines = run(task.config("early", **changes), mesh_of(everywhere(2)), 2)
     # the first mini-batch is on policy, so its KL is 0; the second sees the first step's change
     assert lines[0]["actor/epochs_done"] == pytest.approx(2 / 3)

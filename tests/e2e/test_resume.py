@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed has the weights and metrics of one that was not, bit for bit (torch backend, CPU)."""
+"""A run that was stopped and resumed has the weights and metrics of one that was not, bit for bit (CPU)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,9 @@ def pdb(config: PPOConfig, folder: Path, commands: str) -> str:
 
 def test_a_breakpoint_in_the_step_works(task: Task, tmp_path: Path) -> None:
     file = Path(ppo.__file__)
-    line = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if "metrics = judge.with_advantages(" in text)
+    line = next(
+        n for n, text in enumerate(file.read_text().splitlines(), 1) if "metrics = judge.with_advantages(" in text
+    )
     config = settings(task, "debugged", on_one_device())
     commands = (
         f"b verl/ppo.py:{line}\nc\np prompts.step, responses.response_ids.size\nc\np 10 + prompts.step\ncl 1\nc\nq\n"

@@ -77,8 +77,9 @@ def start_engines(
     job: Job,
 ) -> Engines:
     """Starts this rank's replica, if it leads one; vLLM's starts while the trainers load. `nodes`: of each rank."""
-    if backend == "replay":
-        return Engines(backend=_on_leaders(placement, job, lambda: ReplayBackend(Path(config.debug.replay_rollouts))))
+    recorded = config.debug.replay_rollouts
+    if recorded is not None:
+        return Engines(backend=_on_leaders(placement, job, lambda: ReplayBackend(Path(recorded))))
     shapes = parameter_shapes(folder, model)
     boxes = {name: whole(shape) for name, shape in shapes.items()}
     if backend == "vllm":

@@ -59,7 +59,9 @@ def test_the_seed_decides_every_byte(tmp_path: Path) -> None:
 
 
 def test_the_shape_is_free(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path, "qwen3", num_layers=2, hidden_size=48, num_heads=4, num_kv_heads=1, vocab_size=400)
+    make_tiny_model(
+        tmp_path, "qwen3", num_layers=2, hidden_size=48, num_heads=4, num_kv_heads=1, head_dim=12, vocab_size=400
+    )
     config = AutoConfig.from_pretrained(tmp_path)
     shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.head_dim)
     assert (*shape, config.num_key_value_heads, config.vocab_size) == (2, 48, 4, 12, 1, 400)
@@ -83,8 +85,8 @@ def test_text_survives_the_tokenizer(text: str) -> None:
     ("arguments", "message"),
     [
         ({"architecture": "gpt5"}, "architecture 'gpt5' is not one of"),
-        ({"num_heads": 7}, "hidden_size 64 must be an even multiple of num_heads 7"),
-        ({"num_kv_heads": 3}, "num_heads 8, and num_heads a multiple of num_kv_heads 3|multiple of num_kv_heads 3"),
+        ({"head_dim": 7}, "head_dim 7 must be even"),
+        ({"num_kv_heads": 3}, "num_heads 8 a multiple of num_kv_heads 3"),
         ({"vocab_size": 100}, "vocab_size 100 is below the tokenizer's"),
     ],
 )

@@ -83,6 +83,7 @@ def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> N
     closing.callback(run.close)
     with run.progress:
         fit(run, roles)
+    roles.rollout.finish()
     if config.trainer.export_final:
         run.export()
 

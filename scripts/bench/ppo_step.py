@@ -61,7 +61,6 @@ QUESTIONS = (
 @dataclass(frozen=True)
 class Case:
     name: str
-    max_prompt: int
     max_response: int
     stops: bool
     """A full stop ends a response; else it goes on to max_response."""
@@ -72,7 +71,7 @@ class Case:
         return list(make(random.Random(1), number))
 
 
-CASES = (Case("fixed", 64, 64, False, target=1.7), Case("ragged", 128, 128, True, target=3.0))
+CASES = (Case("fixed", 64, False, target=1.7), Case("ragged", 128, True, target=3.0))
 
 
 def _equal(draws: random.Random, number: int) -> Iterator[Messages]:
@@ -88,6 +87,13 @@ def _ragged(draws: random.Random, number: int) -> Iterator[Messages]:
         facts = draws.sample(FACTS, draws.randint(0, len(FACTS)))
         question = " ".join([*facts, draws.choice(QUESTIONS)])
         yield [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+
+
+def longest(folder: Path, prompts: Sequence[Messages]) -> int:
+    """Tokens of the longest prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) for prompt in prompts]
+    return max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
 
 def full_stop(folder: Path) -> int:
@@ -126,6 +132,7 @@ class Contest:
     model: Path
     reward: Path
     prompts: Path
+    max_prompt: int
     num_steps: int
     python: Path
     """TRL's."""
@@ -141,7 +148,7 @@ class Contest:
             "reward.function.path": None,
             "data.train_files": [str(self.prompts)],
             "data.train_batch_size": BATCH,
-            "data.max_prompt_length": self.case.max_prompt,
+            "data.max_prompt_length": self.max_prompt,
             "data.max_response_length": self.case.max_response,
             "data.shuffle": False,
             "actor.ppo_mini_batch_size": BATCH,
@@ -218,9 +225,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in CASES:
             if given.case and case.name not in given.case:
                 continue
-            prompts = write_prompts(OUT / f"{case.name}.jsonl", case.prompts(BATCH * num_steps))
+            prompts = case.prompts(BATCH * num_steps)
             contest = Contest(
-                case, model, reward, prompts, num_steps, python, mesh, lengths={"ours": [], "TRL": []}
+                case,
+                model,
+                reward,
+                prompts=write_prompts(OUT / f"{case.name}.jsonl", prompts),
+                max_prompt=longest(model, prompts),
+                num_steps=num_steps,
+                python=python,
+                mesh=mesh,
+                lengths={"ours": [], "TRL": []},
             )
             measure(table, contest, repetitions)
     show(table, others)

@@ -72,6 +72,10 @@ class Rollout(Role):
                 samples = [drawn.get(row, Sample(row, [], [], ended=True)) for row in rows]
         return self._responses(prompts, samples, rows, n, size)
 
+    def finish(self) -> None:
+        """The normal end of a run: the last load is over on every rank."""
+        self._sync.close()
+
     def close(self) -> None:
         if self._backend is not None:
             self._backend.close()

@@ -59,7 +59,7 @@ def test_a_node_answers_to_every_name_of_its_own(name: str):
 
 
 def test_node_and_rank_is_a_name_only_where_no_host_bears_it():
-    # the article's hosts: node1 is the first node (group rank 0), so node1 must not mean group rank 1
+    # node1 is the first node (group rank 0), so node1 must not mean group rank 1
     processes = job(("node1", 2), ("node2", 2))
     assert resolve(mesh('"node1:0", "node2:1"', '"node0:1"'), processes) == {
         "actor": (0, 3),

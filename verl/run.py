@@ -63,6 +63,7 @@ def open_dataset(
             filter_overlong=data.filter_overlong_prompts,
             skip_bad_rows=data.skip_bad_rows,
             max_rows=max_rows,
+            on_row=job.board.beat,
         )
         if config.reward.function.path is not None:
             check_data_sources(config.reward.function.path, selection.data_sources)

@@ -7,10 +7,12 @@ import os
 import signal
 import threading
 import time
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from verl.checks import cautions, resolved_plan
 from verl.config import PPOConfig
@@ -47,9 +49,9 @@ def train(config: PPOConfig, mesh: MeshSpec) -> None:
             job.board.on_stall.append(closing.close)
             try:
                 _train(config, mesh, job, closing)
-            except BaseException:
+            except BaseException as error:
                 if job.world > 1:
-                    _leave_by_force_later()
+                    _leave_by_force_later(error)
                 raise
         job.close()
     except BaseException as error:
@@ -94,8 +96,16 @@ def _terminated(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _leave_by_force_later() -> None:
-    timer = threading.Timer(EXIT_SECONDS, os._exit, args=(1,))
+def _leave_by_force_later(error: BaseException) -> None:
+    def leave() -> None:
+        try:
+            raise error
+        except BaseException:  # nobody else will come to show it and to note it for torchrun
+            traceback.print_exc()
+            get_error_handler().record_exception(error)
+        os._exit(1)
+
+    timer = threading.Timer(EXIT_SECONDS, leave)
     timer.daemon = True
     timer.start()
 

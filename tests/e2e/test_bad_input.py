@@ -1,4 +1,4 @@
-"""What a user may get wrong: each mistake is refused with place, values and remedy, on every rank, before a model is loaded."""
+"""What a user may get wrong is refused on every rank, with place, values and remedy, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from scripts.make_tiny_model import make_tiny_reward_model
+from scripts.make_tiny_model import make_tiny_model, make_tiny_reward_model
 from tests.support.jobs import started
 from tests.support.ranks import RankFailed, run_ranks
 from tests.support.refusals import refusal
 from tests.support.runs import MESHES, Task, mesh_of, metrics, run
 from verl.config import Resume
-from verl.data import files as data_files
+from verl.data import dataset
+from verl.data.files import open_file
 from verl.generation.vllm.probe import judge
 from verl.roles import build_rollout, folders
 from verl.train import train
@@ -239,11 +240,24 @@ def test_a_file_that_one_rank_alone_does_not_see(task: Task) -> None:
 
     def hide_from_rank_1() -> None:
         if os.environ["RANK"] == "1":
-            data_files.Path = lambda name: Path(f"{name} on another disk")  # type: ignore[misc, assignment]
+            dataset.open_file = lambda name, *rest: open_file(f"/another/disk{name}", *rest)
 
     refused = refusal(task.config("hidden"), APART, RANKS, hide_from_rank_1)
-    assert "train.jsonl on another disk: no such file" in refused.message
+    assert refused.message.startswith("data.train_files cannot be used:\n")
+    assert f"/another/disk{task.folder}/train.jsonl: no such file" in refused.message
     assert refused.engines == ()
+
+
+def test_a_file_that_one_node_alone_does_not_see(task: Task) -> None:
+    """The message says which node."""
+
+    def put_each_rank_on_its_own_node() -> None:
+        os.environ["VERL_NODE_NAME"] = f"n{os.environ['RANK']}"
+        if os.environ["RANK"] == "1":
+            dataset.open_file = lambda name, *rest: open_file("/not/here.jsonl", *rest)
+
+    refused = refusal(task.config("hidden on a node"), APART, RANKS, put_each_rank_on_its_own_node)
+    assert refused.message.startswith("on n1: data.train_files cannot be used:\n  /not/here.jsonl: no such file")
 
 
 def test_a_shorter_file_on_one_rank(task: Task, tmp_path: Path) -> None:
@@ -252,7 +266,7 @@ def test_a_shorter_file_on_one_rank(task: Task, tmp_path: Path) -> None:
 
     def give_rank_1_the_short_one() -> None:
         if os.environ["RANK"] == "1":
-            data_files.Path = lambda name: short  # type: ignore[misc, assignment]
+            dataset.open_file = lambda name, *rest: open_file(str(short), *rest)
 
     refused = refusal(task.config("short"), APART, RANKS, give_rank_1_the_short_one)
     assert (
@@ -294,7 +308,8 @@ def test_batch_sizes_that_do_not_divide_are_all_named(task: Task) -> None:
 def test_a_mesh_with_more_devices_than_processes(task: Task) -> None:
     refused = refusal(task.config("large"), mesh_of({"actor": [0, 1, 2, 3], "critic": [5], "rollout": [0]}), 2)
     assert "mesh needs devices 2, 3, 5; job has" in refused.message
-    assert "2, 3, 5 (actor, critic): 2 devices visible and 2 processes there: check CUDA_VISIBLE_DEVICES and --nproc_per_node" in refused.message  # fmt: skip
+    assert "2, 3, 5 (actor, critic): 2 devices visible and 2 processes there: check" in refused.message
+    assert "CUDA_VISIBLE_DEVICES and --nproc_per_node" in refused.message
 
 
 def test_a_mesh_that_names_a_node_that_is_not_there(task: Task) -> None:
@@ -361,6 +376,24 @@ def test_a_checkpoint_of_other_settings(task: Task) -> None:
     again = {"trainer__resume": Resume.path, "trainer__seed": 2}
     again["trainer__resume_path"] = str(task.folder / "runs" / "seed one" / "checkpoints" / "step_1")
     assert_refused(task, "trainer.seed: 1 in the checkpoint, 2 now", **changes | again)
+
+
+def test_a_checkpoint_of_another_model(task: Task, tmp_path: Path) -> None:
+    """Rank 0 serves no role, and must end with the others that see the difference."""
+    changes: dict[str, Any] = {"trainer__total_training_steps": 1, "trainer__save_freq": 0}
+    run(task.config("two layers", **changes), ALONE, 1)
+    changes["model__path"] = str(make_tiny_model(tmp_path / "model", num_layers=3))
+    changes["trainer__resume"] = Resume.path
+    changes["trainer__resume_path"] = str(task.folder / "runs" / "two layers" / "checkpoints" / "step_1")
+    refused = refusal(task.config("three layers", **changes), APART, RANKS)
+    assert "checkpoints/step_1/actor is not of the model" in refused.message
+    assert "layers.2." in refused.message and "start anew" in refused.message
+
+
+def test_a_run_folder_that_cannot_be_written(task: Task) -> None:
+    """Below a file, which not even the superuser can."""
+    run_dir = task.folder / "train.jsonl" / "run"
+    assert_refused(task, f"trainer.run_dir: {run_dir}/checkpoints cannot be written", trainer__run_dir=str(run_dir))
 
 
 # -- reward functions ------------------------------------------------------------------------------------------------
@@ -472,7 +505,8 @@ def test_one_process_says_it_once_and_exits_with_2(task: Task, tmp_path: Path) -
 
 
 def test_one_process_refuses_a_mesh_of_several_with_the_line_that_starts_it(task: Task, tmp_path: Path) -> None:
-    config = task.config("one of four", device_mesh={"actor": {"devices": [0, 3]}, "critic": {"devices": [1]}, "rollout": {"devices": [0]}})  # fmt: skip
+    mesh = {"actor": {"devices": [0, 3]}, "critic": {"devices": [1]}, "rollout": {"devices": [0]}}
+    config = task.config("one of four", device_mesh=mesh)
     with started(config, tmp_path / "job", "trainer.seed=3") as job:
         assert job.wait(60) == 2
         line = (

@@ -13,12 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.faults import Fault
+from tests.support.faults import FOR_EVER, Fault
 from tests.support.jobs import MARK, Job, started, wait_until
 from tests.support.ranks import RankFailed, run_ranks
 from tests.support.runs import Task, mesh_of
 from verl import train as train_module
 from verl.config import PPOConfig
+from verl.rewards.pool import RewardPool
+from verl.roles import folders
 from verl.train import train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
@@ -125,7 +127,7 @@ def test_an_exception_on_one_rank_ends_the_job_and_no_other_rank_has_one_of_its_
         assert re.search(r"Connection closed by peer|Connection reset by peer|Broken pipe", ends[rank]), ends[rank]
 
 
-@pytest.mark.parametrize("fault", HANGS, ids=lambda fault: str(fault))
+@pytest.mark.parametrize("fault", HANGS, ids=str)
 def test_a_rank_that_hangs_is_named_with_its_stage_beside_all_others(
     fault: Fault, task: Task, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +137,52 @@ def test_a_rank_that_hangs_is_named_with_its_stage_beside_all_others(
     assert "for trainer.stage_timeout = 4 s. Where every rank is:" in said
     assert f"  rank {fault.rank}: {fault.stage} (for " in said
     assert all(f"  rank {rank}: " in said for rank in range(RANKS))
+
+
+def raise_with_children_that_stay(config: PPOConfig) -> None:
+    Fault("raise", "values", 1).install()
+    train_module.EXIT_SECONDS = 1.0
+    RewardPool.close = lambda pool: time.sleep(FOR_EVER)  # type: ignore[method-assign, assignment]
+    train(config, mesh_of(DEVICES))
+
+
+def test_a_clean_up_that_hangs_loses_no_error(task: Task, capfd: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankFailed):
+        run_ranks(RANKS, raise_with_children_that_stay, settings(task, "stays"), timeout=60)
+    assert time.monotonic() - begin < SLACK
+    assert "InjectedError: in values on rank 1" in capfd.readouterr().err
+
+
+SLOW = "import time\ndef compute_score(**_):\n    time.sleep(1.5)\n    return 0.5\n"
+
+
+def test_a_reward_function_that_is_slow_is_no_hang(task: Task) -> None:
+    """Four samples one after the other take longer than the limit, each of them less."""
+    (task.folder / "slow.py").write_text(SLOW)
+    reward = f"{task.folder / 'slow.py'}:compute_score"
+    changes = {"trainer__stage_timeout": 3.0, "reward__function__path": reward}
+    config = settings(task, "slow", **changes)
+    config.trainer.total_training_steps = 1
+    run_ranks(RANKS, train, config, mesh_of(DEVICES), timeout=60)
+
+
+def fetch_slowly(config: PPOConfig) -> None:
+    find = folders.local_folder
+
+    def local_folder(path: str, role: str, fetch: bool, of_model: bool = True) -> Path:
+        time.sleep(5.0 if fetch else 0.0)
+        return find(path, role, fetch, of_model)
+
+    folders.local_folder = local_folder
+    train(config, mesh_of(DEVICES))
+
+
+@pytest.mark.slow
+def test_a_download_that_takes_long_is_no_hang(task: Task) -> None:
+    config = settings(task, "fetched", trainer__stage_timeout=2.5)
+    config.trainer.total_training_steps = 0
+    run_ranks(RANKS, fetch_slowly, config, timeout=60)
 
 
 def test_a_rank_that_is_killed_ends_the_others(task: Task) -> None:
@@ -168,22 +216,29 @@ def end_under_torchrun(fault: Fault, task: Task, folder: Path, **changes: Any) -
         return said, root_cause
 
 
-FIRST = Fault("raise", "update_actor", 2)
+SERVING = {
+    "update_actor": 2,  # the other one loses its peer in the middle of a message, and has the lower number
+    "gen": 2,
+    "old_log_prob": 1,
+    "values": 0,
+    "ref": 0,
+    "reward": 0,
+    "adv": 0,
+    "update_critic": 0,
+    "reshard": 2,
+    "save_checkpoint": 1,
+}
+"""A rank of the small mesh for each stage."""
 
 
 @pytest.mark.parametrize(
-    "fault", [FIRST, *(pytest.param(fault, marks=pytest.mark.slow) for fault in RAISES if fault.rank < 3)], ids=str
+    "stage", ["update_actor", *(pytest.param(stage, marks=pytest.mark.slow) for stage in list(SERVING)[1:])]
 )
-def test_torchrun_names_the_rank_that_raised(fault: Fault, task: Task, tmp_path: Path) -> None:
-    fault = Fault(fault.how, fault.stage, _serving(fault.stage), fault.visit)
-    _, root_cause = end_under_torchrun(fault, task, tmp_path)
-    assert f"rank      : {fault.rank} (local_rank: {fault.rank})" in root_cause
-    assert f"InjectedError: in {fault.stage} on rank {fault.rank}" in root_cause
-
-
-def _serving(stage: str) -> int:
-    """A rank of the small mesh that goes through a stage."""
-    return {"gen": 2, "old_log_prob": 1, "update_actor": 2, "reshard": 2, "save_checkpoint": 1}.get(stage, 0)
+def test_torchrun_names_the_rank_that_raised(stage: str, task: Task, tmp_path: Path) -> None:
+    rank = SERVING[stage]
+    _, root_cause = end_under_torchrun(Fault("raise", stage, rank), task, tmp_path)
+    assert f"rank      : {rank} (local_rank: {rank})" in root_cause
+    assert f"InjectedError: in {stage} on rank {rank}" in root_cause
 
 
 def test_torchrun_shows_who_hangs(task: Task, tmp_path: Path) -> None:
@@ -195,22 +250,38 @@ def test_torchrun_shows_who_hangs(task: Task, tmp_path: Path) -> None:
         assert "  rank 2: update_actor: waits for the others' part from rank 1 (for " in text
 
 
+@pytest.mark.slow
 def test_torchrun_names_the_rank_that_was_killed(task: Task, tmp_path: Path) -> None:
     _, root_cause = end_under_torchrun(Fault("kill", "values", 0), task, tmp_path)
     assert "rank      : 0 (local_rank: 0)" in root_cause and "SIGKILL" in root_cause
 
 
-def test_sigterm_to_torchrun_ends_everything(task: Task, tmp_path: Path) -> None:
-    """Also a reward worker that is in the middle of a sample, and what that sample has started."""
-    (tmp_path / "slow.py").write_text(
-        "import subprocess\ndef compute_score(**_):\n    subprocess.run(['sleep', '1000'])\n    return 0.0\n"
-    )
-    reward = f"{tmp_path / 'slow.py'}:compute_score"
-    config = torchrun_settings(task, "terminated", reward__function__path=reward, reward__function__timeout=500.0)
+def slow_reward(folder: Path) -> str:
+    """A reward function that waits for a program which it has started."""
+    code = "import subprocess\ndef compute_score(**_):\n    subprocess.run(['sleep', '1000'])\n    return 0.0\n"
+    (folder / "slow.py").write_text(code)
+    return f"{folder / 'slow.py'}:compute_score"
+
+
+def wait_for_a_sample(job: Job) -> None:
+    """Until the reward function is in the middle of one."""
+    wait_until(lambda: bool(job.find("sleep 1000")) or _ended(job), START, lambda: job.stderr[-3000:])
+    assert job.find("verl.rewards.worker"), job.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_to_torchrun_ends_everything(number: signal.Signals, task: Task, tmp_path: Path) -> None:
+    """Also the reward workers, and what they have started. A terminal sends SIGINT to all processes at once."""
+    changes = {"reward__function__path": slow_reward(tmp_path), "reward__function__timeout": 500.0}
+    config = torchrun_settings(task, f"ended by {number.name}", **changes)
     with started(config, tmp_path / "job", ranks=3) as job:
-        wait_until(lambda: bool(job.find("sleep 1000")) or _ended(job), START, lambda: job.stderr[-3000:])
-        assert job.find("verl.rewards.worker")
-        job.process.send_signal(signal.SIGTERM)
+        wait_for_a_sample(job)
+        if number is signal.SIGINT:
+            os.killpg(job.process.pid, number)
+        else:
+            job.process.send_signal(number)
         assert job.wait(SLACK) != 0
         job.assert_nothing_left()
 
@@ -218,28 +289,26 @@ def test_sigterm_to_torchrun_ends_everything(task: Task, tmp_path: Path) -> None
 # -- one process -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "codes"),
+    [
+        (signal.SIGINT, {-signal.SIGINT, 128 + signal.SIGINT, 1}),
+        pytest.param(signal.SIGTERM, {128 + signal.SIGTERM}, marks=pytest.mark.slow),
+    ],
+    ids=["SIGINT", "SIGTERM"],
+)
 def test_one_process_that_is_interrupted_takes_its_children_along(
-    number: signal.Signals, task: Task, tmp_path: Path
+    number: signal.Signals, codes: set[int], task: Task, tmp_path: Path
 ) -> None:
-    (tmp_path / "slow.py").write_text("import time\ndef compute_score(**_):\n    time.sleep(1000)\n    return 0.0\n")
-    config = settings(
-        task,
-        f"interrupted {number}",
-        reward__function__path=f"{tmp_path / 'slow.py'}:compute_score",
-        reward__function__timeout=500.0,
-        device_mesh={
-            role: {"devices": [0], "backend": "torch"} if role == "rollout" else {"devices": [0]} for role in SMALL
-        },
-    )
+    mesh: dict[str, dict[str, Any]] = {role: {"devices": [0]} for role in SMALL}
+    mesh["rollout"]["backend"] = "torch"
+    changes = {"reward__function__path": slow_reward(tmp_path), "reward__function__timeout": 500.0}
+    config = settings(task, f"interrupted by {number.name}", device_mesh=mesh, **changes)
     with started(config, tmp_path / "job") as job:
-        wait_until(lambda: bool(job.find("verl.rewards.worker")) or _ended(job), START, lambda: job.stderr[-3000:])
-        time.sleep(3.0)  # into the first step
+        wait_for_a_sample(job)
         job.process.send_signal(number)
-        code = job.wait(SLACK)
+        assert job.wait(SLACK) in codes
         job.assert_nothing_left()
-        assert code in ({-signal.SIGINT, 130, 1} if number is signal.SIGINT else {-signal.SIGTERM})
-        assert "KeyboardInterrupt" in job.stderr or number is signal.SIGTERM
 
 
 def _ended(job: Job) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from verl.data.dataset import PromptDataset
@@ -34,12 +35,13 @@ def select_rows(
     filter_overlong: bool,
     skip_bad_rows: bool,
     max_rows: int | None = None,
+    on_row: Callable[[], None] = lambda: None,
 ) -> Selection:
     """Reads, checks and tokenises every row of `dataset`, and says which ones to keep.
 
     A prompt's length is that of `Prompt.ids`: chat template and special tokens count. `max_rows` keeps only the first
     usable rows. What is dropped is logged. Raises `ValueError` for malformed rows unless `skip_bad_rows`, for prompts
-    over `max_prompt_length` tokens unless `filter_overlong`, and when no row is left.
+    over `max_prompt_length` tokens unless `filter_overlong`, and when no row is left. `on_row` is called for each row.
     """
     indices: list[int] = []
     malformed: list[str] = []
@@ -47,6 +49,7 @@ def select_rows(
     sources: set[str] = set()
     longest = 0
     for position in range(len(dataset)):
+        on_row()
         try:
             prompt = dataset.prompt(position)
         except RowError as error:
@@ -75,7 +78,7 @@ def select_rows(
     if not indices:
         raise UserError(
             f"No prompt of {dataset.setting} is left: of {len(dataset)} rows {len(malformed)} are malformed and "
-            f"{len(overlong)} longer than data.max_prompt_length={max_prompt_length}."
+            f"{len(overlong)} longer than data.max_prompt_length={max_prompt_length}. Raise it, or give other prompts."
         )
     return Selection(indices, tuple(sorted(sources)), longest, len(malformed), len(overlong))
 

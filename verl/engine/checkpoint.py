@@ -8,6 +8,7 @@ import logging
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +47,28 @@ class Checkpoints:
     def prepare(self) -> None:
         """At the start of a run: the folder is there, all ranks share it, and what a killed save left is gone.
 
-        Raises UserError on every rank when some of them do not see what rank 0 writes.
+        Raises UserError on every rank when rank 0 cannot write there, or some do not see what it writes.
         """
         name = f".seen_by_all_{secrets.token_hex(8)}"
-        if self.job.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for path in durable.leftovers(self.folder):
-                logger.warning("removed %s, which a save that did not end had left", path)
-                shutil.rmtree(path)
-            (self.folder / name).touch()
+        self.job.together(lambda: self._make(name) if self.job.is_main else None)
         mark = self.folder / self.job.hand_over.agree(name, source=0)
         blind = [rank for rank, sees in enumerate(self.job.everywhere(mark.exists())) if not sees]
         if self.job.is_main:
             mark.unlink()
         if blind:
             raise UserError(_not_shared(self.folder, blind))
+
+    def _make(self, name: str) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in durable.leftovers(self.folder):
+                logger.warning("removed %s, which a save that did not end had left", path)
+                shutil.rmtree(path)
+            (self.folder / name).touch()
+        except OSError as error:
+            raise UserError(
+                f"trainer.run_dir: {self.folder.absolute()} cannot be written: {error}. Set it to a folder of yours."
+            ) from error
 
     # -- save --------------------------------------------------------------------------------------------------------
 
@@ -166,10 +174,14 @@ class Checkpoints:
         Raises UserError when the checkpoint lacks a role or is of another model.
         """
         self.check(found, engines)
-        for role in sorted(engines):
-            load_engine(engines[role], found.folder / role, self.job.board)
+        for role in sorted(found.manifest.meshes):  # on all ranks alike: what one role's refuse ends the others too
+            self.job.together(partial(self._load_role, found, role, engines))
         same = self._meshes(engines) == found.manifest.meshes and self.job.world == found.manifest.world
         return found.trainer_state, _read_rank_state(found.folder, self.job.rank) if same else None
+
+    def _load_role(self, found: Found, role: str, engines: Mapping[str, TrainEngine]) -> None:
+        if role in engines:
+            load_engine(engines[role], found.folder / role, self.job.board)
 
     def _newest(self) -> Found | None:
         for folder in reversed(step_folders(self.folder).values()):

@@ -34,8 +34,9 @@ class Optimizer:
         self.config, self.total_steps = config, total_steps
         self.steps_done = 0
         self.parameters = [p for _, p in hf_parameters(model) if p.requires_grad]
+        # fused: one pass over memory instead of one for each operation
         self.adamw = torch.optim.AdamW(
-            _decay_groups(self.parameters, config), lr=config.lr, betas=_betas(config), eps=config.eps
+            _decay_groups(self.parameters, config), lr=config.lr, betas=_betas(config), eps=config.eps, fused=True
         )
 
     def step(self) -> tuple[float, float]:

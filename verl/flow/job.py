@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -52,9 +53,9 @@ class Job:
             result = do()
         except UserError as error:
             problems = list(error.problems)
-        everyones = self.everywhere(problems)
-        if any(everyones):
-            raise SharedError(*dict.fromkeys(p for problems in everyones for p in problems))
+        node = os.environ.get("VERL_NODE_NAME") or socket.gethostname()
+        if found := _by_problem(self.everywhere((node, problems))):
+            raise SharedError(*found)
         return cast(Result, result)
 
     def close(self) -> None:
@@ -68,6 +69,19 @@ class Job:
         """Frees the process group for another run of this process. Nobody may wait for this rank any more."""
         self.board.close()
         dist.destroy_process_group()
+
+
+def _by_problem(said: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """Each problem once, with the nodes that have it where others have not. `said`: each rank's node and problems."""
+    nodes = {node for node, _ in said}
+    found: dict[str, list[str]] = {}
+    for node, problems in said:
+        for problem in problems:
+            found.setdefault(problem, []).append(node)
+    return [
+        problem if set(having) == nodes else f"on {', '.join(dict.fromkeys(having))}: {problem}"
+        for problem, having in found.items()
+    ]
 
 
 def start_job(stage_timeout: float, check_program: bool) -> Job:

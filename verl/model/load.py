@@ -37,8 +37,9 @@ def positions(config: PretrainedConfig) -> int | None:
 
     A stretched rotary embedding reaches `factor` times as far as the one that the model was first trained with.
     """
-    settings = config.get_text_config().to_dict()
-    limit = settings.get("max_position_embeddings")
+    text = config.get_text_config()
+    settings, name = text.to_dict(), "max_position_embeddings"
+    limit = settings.get(text.attribute_map.get(name, name))
     rope = settings.get("rope_parameters") or {}
     if limit is None or "factor" not in rope:
         return limit

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -123,10 +123,11 @@ class RewardPool:
             self._open_rows.add(row)
         self._samples.put(Sample(row, data_source, solution_str, ground_truth, extra_info))
 
-    def collect(self, rows: Sequence[int]) -> list[Score]:
+    def collect(self, rows: Sequence[int], on_progress: Callable[[], None] = lambda: None) -> list[Score]:
         """Waits for the scores of submitted rows; in the order of `rows`, whatever order they were finished in.
 
-        It waits no longer than the samples before them may take: `timeout` each. With `on_error` raise, the first
+        It waits no longer than the samples before them may take, `timeout` each, and calls `on_progress` every second
+        meanwhile. With `on_error` raise, the first
         sample that fails, of these rows or not, raises `RewardError` at once.
         """
         with self._changed:
@@ -135,7 +136,8 @@ class RewardPool:
             for row in rows:
                 while row not in self._scores:
                     self._check_usable()
-                    self._changed.wait()
+                    self._changed.wait(1.0)
+                    on_progress()
             self._check_usable()
             self._open_rows.difference_update(rows)
             return [self._scores.pop(row) for row in rows]

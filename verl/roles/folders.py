@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from verl.config import PPOConfig
 from verl.errors import ConfigError, UserError
+from verl.flow.board import Board
 from verl.flow.job import Job
 from verl.flow.placement import Placement
 from verl.model.folder import local_folder
@@ -29,11 +33,31 @@ class Folders:
 
 def find_folders(config: PPOConfig, job: Job) -> Folders:
     """Resolves every model path, one download a node: its first rank fetches, the others find it in the cache."""
-    if job.local_rank == 0:
-        job.together(lambda: _find(config, fetch=True))
-    else:
-        job.together(lambda: None)
+
+    def fetch() -> None:
+        with _signs_of_life(job.board):
+            _find(config, fetch=True)
+
+    job.together(fetch if job.local_rank == 0 else lambda: None)
     return job.together(lambda: _find(config, fetch=False))
+
+
+@contextmanager
+def _signs_of_life(board: Board) -> Iterator[None]:
+    """While a hub is asked, which gives up by itself when nothing comes any more."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(1.0):
+            board.beat()
+
+    thread = threading.Thread(target=beat, name="verl-fetching", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _find(config: PPOConfig, fetch: bool) -> Folders:

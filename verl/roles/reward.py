@@ -104,7 +104,7 @@ class Reward(ModelRole):
                 self.submit(row, size, prompts.prompts[row // group], ids[row - rows.start].tolist())
         self._submitted.clear()
         scores = torch.zeros(len(rows))
-        for score in pool.collect(live):
+        for score in pool.collect(live, self.here.job.board.beat):
             scores[score.row - rows.start] = score.score
             self._failures.total("reward/num_timeouts", float(score.status is Status.timeout))
             self._failures.total("reward/num_errors", float(score.status is Status.error))

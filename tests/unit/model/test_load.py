@@ -6,18 +6,38 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, PhiConfig, PretrainedConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MambaConfig,
+    PhiConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    T5Config,
+)
 
 from scripts.make_tiny_model import CONFIGS
 from tests.unit.model.conftest import load
 from tests.unit.model.test_heads import changed
 from verl.errors import UserError
 from verl.model.heads import Head
-from verl.model.load import attention, hf_parameters, load_shards, meta_model, parameter_shapes, read_config
+from verl.model.load import (
+    attention,
+    hf_parameters,
+    load_shards,
+    meta_model,
+    parameter_shapes,
+    positions,
+    read_config,
+)
 
 Folder = Callable[..., Path]
 
@@ -173,3 +193,31 @@ def test_an_architecture_whose_logits_would_be_wrong_is_refused(config: Pretrain
 
 def test_a_value_head_takes_those_architectures() -> None:
     assert meta_model(PhiConfig(**SMALL), Head.token_value, torch.float32, "sdpa", 8, False).score.out_features == 1
+
+
+def rope(kind: str, factor: float, original: int) -> dict[str, Any]:
+    further = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    return {
+        "rope_type": kind,
+        "rope_theta": 1e6,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        **further,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        (LlamaConfig(max_position_embeddings=2048), 2048),
+        (GPT2Config(n_positions=1024), 1024),
+        (MambaConfig(), None),
+        # Qwen2.5's model card: 32768 tokens, with YaRN 131072
+        (Qwen2Config(max_position_embeddings=32768, rope_parameters=rope("yarn", 4.0, 32768)), 131072),
+        # Llama 3.1: the config says the whole length, and the factor is that of its lowest frequencies
+        (LlamaConfig(max_position_embeddings=131072, rope_parameters=rope("llama3", 8.0, 8192)), 131072),
+    ],
+    ids=["plain", "learnt", "recurrent", "yarn", "llama3"],
+)
+def test_how_long_a_sequence_may_be(config: PretrainedConfig, tokens: int | None) -> None:
+    assert positions(config) == tokens

@@ -17,13 +17,13 @@ def main() -> None:
     start = json.loads(sys.stdin.readline())
     answers = os.fdopen(start["answers"], "w", buffering=1)
 
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(**start["arguments"])
     answers.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         run: dict[str, Any] = json.loads(line)
-        prompts = [{"prompt_token_ids": ids} for ids in run["prompts"]]
+        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in run["prompts"]]
         params = [SamplingParams(**run["sampling"], seed=seed) for seed in run["seeds"]]
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: measuring sides by turns, medians and their ratio, the table, and a line about the machine."""
+"""What the benchmarks share: measuring sides by turns, medians and their ratio, tables, a line about the machine."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def model_folder(given: Path | None, quick: bool) -> Path:
     return folder
 
 
-def by_turns(
-    sides: Mapping[str, Callable[[], float]], repetitions: int, warm_up: int = 1
-) -> dict[str, list[float]]:
+def by_turns(sides: Mapping[str, Callable[[], float]], repetitions: int, warm_up: int = 1) -> dict[str, list[float]]:
     """What each side gives, measured A B A B: a machine that gets slower does so to both. The warm-up is left out."""
     measured: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(warm_up + repetitions):

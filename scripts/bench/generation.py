@@ -4,7 +4,7 @@
 
 Ours is the backend as the rollout uses it: vLLM in a child process, weights read from shared memory, samples sent back
 as they finish. The other is `LLM.generate` in a process of its own that loaded the model's folder. Both have the same
-arguments, environment, threads, requests, seeds and log-probs of the sampled tokens; every response has the same length.
+arguments, environment, threads, requests, seeds and log-probs of the sampled tokens; all responses are equally long.
 As information: vLLM without log-probs, the torch backend, and how long new weights take to load.
 """
 
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument("--requests", type=int, default=64, help="generated at once; default 64")
     arguments.add_argument("--tokens", type=int, default=64, help="of each response; default 64")
     arguments.add_argument(
-        "--mode", action="append", choices=("eager", "compiled", "torch"), help="repeatable; default: all (eager if --quick)"
+        "--mode", action="append", choices=("eager", "compiled", "torch"), help="repeatable; all (--quick: eager)"
     )
     given = arguments.parse_args(argv)
     modes = given.mode or (["eager", "torch"] if given.quick else ["eager", "compiled", "torch"])

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,4 +106,4 @@ def step_seconds(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     The first step, in which memory is taken and caches are filled, is thereby left out.
     """
     ends = [line["time"] for line in lines]
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return [end - start for start, end in pairwise(ends)]

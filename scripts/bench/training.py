@@ -100,9 +100,7 @@ def plain_step(folder: Path, dtype: torch.dtype, work: Work) -> Callable[[], flo
     def step() -> float:
         for batch in batches:
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                logits = model(
-                    input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-                ).logits
+                logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
             chosen = logits.flatten(0, 1)[batch.select].float()
             logprobs = chosen.log_softmax(-1).gather(-1, batch.targets[:, None]).squeeze(-1)
             work.loss(logprobs, batch.tokens).backward()
@@ -149,7 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     with OtherPrograms() as others:
         for name in given.dtype or ("bfloat16", "float32"):
-            compare(table, folder, {"bfloat16": torch.bfloat16, "float32": torch.float32}[name], work, groups, repetitions)
+            dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+            compare(table, folder, dtype, work, groups, repetitions)
     job.close()
     show(table, others)
     return 0

@@ -34,7 +34,7 @@ class Clock(TrainerCallback):
     """Writes when each step ended, and how long its responses were."""
 
     def __init__(self, path: str) -> None:
-        self._file = Path(path).open("w", buffering=1)
+        self._file = Path(path).open("w", buffering=1)  # noqa: SIM115 (open as long as the run lasts)
         self._lengths: list[int] = []
         whole = ppo.truncate_response
 

@@ -23,7 +23,7 @@ from verl.generation.vllm.probe import judge
 from verl.roles import build_rollout, folders
 from verl.train import train
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 ALONE = mesh_of(MESHES["one process"][1])
 RANKS, DEVICES = MESHES["rank 0 idle"]
@@ -436,7 +436,7 @@ FAULTY = """
 import time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    if int(ground_truth) % 4 == 1:
+    if ground_truth == "1":
         FAULT
     return 0.5
 """
@@ -459,7 +459,7 @@ def test_a_reward_function_that_fails_on_a_sample_ends_the_run_and_names_it(
 ) -> None:
     config = task.config("raises", reward__function__path=faulty(tmp_path, fault))
     with pytest.raises(RankFailed) as caught:
-        run_ranks(RANKS, train, config, APART)
+        run_ranks(RANKS, train, config, APART, timeout=150)
     said = caught.value.tracebacks[1]  # reward: [1]
     assert says in said
     assert "sample of row " in said and "data source 'tiny', ground truth '" in said
@@ -481,14 +481,14 @@ def test_failed_samples_are_counted_and_the_run_goes_on(
         "counts",
         reward__function__path=faulty(tmp_path, fault),
         reward__function__on_error=on_error,
-        reward__function__timeout=1.0,
+        reward__function__timeout=3.0,
         reward__function__failure_score=-1.0,
         data__shuffle=False,
         trainer__resume=Resume.never,
     )
     lines = run(config, APART, RANKS)
-    assert [line[counted] for line in lines] == [2 * 2, 2]  # ground truths 1, 5 and 9, twice each
-    assert [line["critic/score/min"] for line in lines] == [-1.0, -1.0]
+    assert [line[counted] for line in lines] == [2, 0]  # both responses to the second prompt
+    assert [line["critic/score/min"] for line in lines] == [-1.0, 0.5]
     assert [line["critic/score/max"] for line in lines] == [0.5, 0.5]
 
 

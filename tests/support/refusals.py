@@ -22,7 +22,7 @@ class Refusal:
 
 
 def refusal(
-    config: PPOConfig, mesh: MeshSpec, ranks: int, tamper: Callable[[], None] = lambda: None, timeout: float = 90.0
+    config: PPOConfig, mesh: MeshSpec, ranks: int, tamper: Callable[[], None] = lambda: None, timeout: float = 150.0
 ) -> Refusal:
     """The UserError of a job, the same on all ranks. `tamper` runs on each rank before `train`."""
     said = run_ranks(ranks, _refused, config, mesh, tamper, timeout=timeout)

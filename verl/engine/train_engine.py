@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from verl.config import OptimConfig
+from verl.engine.host_memory import keep_freed_memory
 from verl.engine.optimizer import Optimizer
 from verl.flow.placement import Groups
 from verl.model.heads import Head, TokenOutputs
@@ -47,6 +48,8 @@ class TrainEngine:
 
     def __init__(self, spec: EngineSpec, groups: Groups, device: torch.device, beat: Callable[[], None]) -> None:
         self.spec, self.groups, self.device, self._beat = spec, groups, device, beat
+        if device.type == "cpu":
+            keep_freed_memory()
         kernel = attention(spec.attn_implementation, device)
         # flash attention keeps packed sequences apart by position; SDPA takes a dense mask, whose cost is time^2
         self._row_capacity = spec.max_tokens_per_micro_batch if kernel.startswith("flash") else None

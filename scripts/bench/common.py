@@ -23,16 +23,21 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every benchmark has."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", type=Path, help=f"Hugging Face folder; left out: {MODEL.relative_to(ROOT)}")
-    made.add_argument("--repetitions", type=_at_least_1, help="measurements of each side, taken by turns")
+    made.add_argument("--repetitions", type=at_least(1), help="measurements of each side, taken by turns")
     made.add_argument("--quick", action="store_true", help="a tiny model and little work: does it run at all?")
     return made
 
 
-def _at_least_1(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: at least 1")
-    return number
+def at_least(minimum: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number of `minimum` or more."""
+
+    def whole(text: str) -> int:
+        number = int(text)
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"{number}: at least {minimum}")
+        return number
+
+    return whole
 
 
 def model_folder(given: Path | None, quick: bool) -> Path:

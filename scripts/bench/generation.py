@@ -25,7 +25,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts.bench.common import OUT, OtherPrograms, Table, by_turns, figure, model_folder, parser, seconds, show
+from scripts.bench.common import (
+    OUT,
+    OtherPrograms,
+    Table,
+    at_least,
+    by_turns,
+    figure,
+    model_folder,
+    parser,
+    seconds,
+    show,
+)
 from verl.generation.inprocess.engine import TorchEngine
 from verl.generation.types import Backend, Request, Sampling
 from verl.generation.vllm.buffer import WeightBuffer
@@ -185,9 +196,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--threads", type=int, default=2, help="of each engine; default 2")
-    arguments.add_argument("--requests", type=int, default=64, help="generated at once; default 64")
-    arguments.add_argument("--tokens", type=int, default=64, help="of each response; default 64")
+    arguments.add_argument("--threads", type=at_least(1), default=2, help="of each engine; default 2")
+    arguments.add_argument("--requests", type=at_least(1), default=64, help="generated at once; default 64")
+    arguments.add_argument("--tokens", type=at_least(1), default=64, help="of each response; default 64")
     arguments.add_argument(
         "--mode", action="append", choices=("eager", "compiled", "torch"), help="repeatable; all (--quick: eager)"
     )
@@ -217,5 +228,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ["HF_HUB_OFFLINE"] = "1"
     sys.exit(main())

@@ -15,7 +15,6 @@ ragged: 16 prompts of 20 to 120 tokens, up to 128 tokens each, which a full stop
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -28,8 +27,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from scripts.bench.common import OUT, ROOT, OtherPrograms, Table, by_turns, model_folder, parser, show
-from scripts.bench.runs import Messages, launch, metrics, run_command, step_seconds, write_prompts
+from scripts.bench.common import OUT, ROOT, OtherPrograms, Table, at_least, by_turns, model_folder, parser, show
+from scripts.bench.runs import Messages, launch, longest, metrics, run_command, step_seconds, write_prompts
 from verl.monitor.jsonl import read_jsonl
 from verl.monitor.names import RESPONSE_LENGTH
 
@@ -89,13 +88,6 @@ def _ragged(draws: random.Random, number: int) -> Iterator[Messages]:
         yield [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
 
 
-def longest(folder: Path, prompts: Sequence[Messages]) -> int:
-    """Tokens of the longest prompt."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = [tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) for prompt in prompts]
-    return max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
-
-
 def full_stop(folder: Path) -> int:
     """The token that is a full stop."""
     (token,) = AutoTokenizer.from_pretrained(folder)(".", add_special_tokens=False)["input_ids"]
@@ -141,7 +133,13 @@ class Contest:
     """Mean response length of each step, by side."""
 
     def ours(self) -> float:
-        settings = {
+        lines = metrics(launch(OUT / f"ppo_{self.case.name}", self.mesh, 2, self.settings()))
+        self.lengths["ours"] += [line[f"{RESPONSE_LENGTH}/mean"] for line in lines[1:]]
+        return BATCH / statistics.median(step_seconds(lines))
+
+    def settings(self) -> dict[str, Any]:
+        """Of our run."""
+        return {
             "model.path": str(self.model),
             "critic.path": str(self.reward),
             "reward.model.path": str(self.reward),
@@ -159,9 +157,6 @@ class Contest:
             "rollout.ignore_eos": not self.case.stops,
             "trainer.total_training_steps": self.num_steps,
         }
-        lines = metrics(launch(OUT / f"ppo_{self.case.name}", self.mesh, 2, settings))
-        self.lengths["ours"] += [line[f"{RESPONSE_LENGTH}/mean"] for line in lines[1:]]
-        return BATCH / statistics.median(step_seconds(lines))
 
     def trl(self) -> float:
         folder = OUT / f"trl_{self.case.name}"
@@ -206,14 +201,12 @@ def _list(rates: Sequence[float]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--case", action="append", choices=[case.name for case in CASES], help="repeatable; both")
-    arguments.add_argument("--steps", type=int, help="of a run, the first of which does not count; default 5")
+    arguments.add_argument("--steps", type=at_least(2), help="of a run, the first of which does not count; default 5")
     arguments.add_argument("--compiled", action="store_true", help="vLLM compiles the model (a minute at each start)")
     arguments.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl", help="TRL's environment")
     given = arguments.parse_args(argv)
     repetitions = given.repetitions or (1 if given.quick else 3)
     num_steps = given.steps or (2 if given.quick else 5)
-    if num_steps < 2:
-        arguments.error(f"--steps {num_steps}: at least 2, since the first does not count")
     model = model_folder(given.model, given.quick)
     reward = make_reward_model(model, OUT / "reward_model")
     mesh = dict(MESH)
@@ -243,5 +236,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ["HF_HUB_OFFLINE"] = "1"
     sys.exit(main())

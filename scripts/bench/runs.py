@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import AutoTokenizer
 
 from scripts.bench.common import ROOT
 from verl.monitor.jsonl import read_jsonl, write_jsonl
@@ -42,15 +43,30 @@ def write_prompts(path: Path, prompts: Sequence[Messages]) -> Path:
     return path
 
 
+def longest(folder: Path, prompts: Sequence[Messages]) -> int:
+    """Tokens of the longest prompt, with the chat template of the model in `folder`."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True) for prompt in prompts]
+    return max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+
+
 def launch(run_dir: Path, mesh: Mapping[str, Any], num_processes: int, settings: Mapping[str, Any]) -> Path:
     """A run of train_ppo.py from the beginning, in `run_dir`, with one thread a rank. Returns the folder.
 
-    `settings`: by dotted name. Validation, checkpoints, trackers and progress are off. Its output goes to run.log.
+    `settings`: by dotted name. Its output goes to run.log.
     """
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     mesh_file = run_dir / "device_mesh.yaml"
     mesh_file.write_text(yaml.safe_dump(dict(mesh), sort_keys=False))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    command += ["train_ppo.py", *train_arguments(run_dir, mesh_file, settings)]
+    run_command(command, run_dir / "run.log", {"OMP_NUM_THREADS": "1"})
+    return run_dir
+
+
+def train_arguments(run_dir: Path, mesh_file: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Of train_ppo.py. Validation, checkpoints, trackers and progress are off."""
     quiet = {
         "data.val_files": [],
         "trainer.val_before_train": False,
@@ -60,11 +76,11 @@ def launch(run_dir: Path, mesh: Mapping[str, Any], num_processes: int, settings:
         "trainer.progress": False,
         "trainer.run_dir": str(run_dir),
     }
-    overrides = [f"{name}={_value(value)}" for name, value in {**quiet, **settings}.items()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    command += ["train_ppo.py", "--device_mesh", str(mesh_file), *overrides]
-    run_command(command, run_dir / "run.log", {"OMP_NUM_THREADS": "1"})
-    return run_dir
+    return [
+        "--device_mesh",
+        str(mesh_file),
+        *(f"{name}={_value(value)}" for name, value in (quiet | dict(settings)).items()),
+    ]
 
 
 def run_command(command: Sequence[str | Path], log_path: Path, environment: Mapping[str, str]) -> None:

@@ -4,12 +4,12 @@
 
 Both take optimizer steps (forward, backward, clipping, AdamW) on PPO's clipped loss of the same packed rows, in one
 process with the same threads. float32: all of it. bfloat16: the loop has float32 parameters under autocast, the engine
-float32 parameters and bfloat16 computation. Tokens are those of prompts and responses, without padding.
+float32 parameters and bfloat16 computation. Tokens are those of prompts and responses, without padding. The engine has
+the process keep the memory that it frees (verl/engine/host_memory.py); as the process is one, the loop gains by it too.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -19,13 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from scripts.bench.common import OtherPrograms, Table, by_turns, model_folder, parser, seconds, show
+from scripts.bench.common import OtherPrograms, Table, at_least, by_turns, model_folder, parser, seconds, show
 from verl.algo.losses import policy_loss
 from verl.config import OptimConfig
 from verl.engine.train_engine import EngineSpec, TrainEngine
 from verl.flow.job import start_job
 from verl.flow.placement import Groups, Placement, make_groups
 from verl.model.heads import Head, TokenOutputs
+from verl.model.load import read_config
 from verl.model.packing import MicroBatch, Sequences, pack, plan_micro_batches
 
 TARGET = 0.9
@@ -126,17 +127,14 @@ def compare(table: Table, folder: Path, dtype: torch.dtype, work: Work, groups: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--threads", type=int, default=2, help="of the process; default 2")
-    arguments.add_argument("--rows", type=int, default=32, help="sequences of an optimizer step; default 32")
-    arguments.add_argument("--max-tokens", type=int, default=4096, help="of a micro-batch; default 4096")
+    arguments.add_argument("--threads", type=at_least(1), default=2, help="of the process; default 2")
+    arguments.add_argument("--rows", type=at_least(1), default=32, help="sequences of an optimizer step; default 32")
+    arguments.add_argument("--max-tokens", type=at_least(1), default=4096, help="of a micro-batch; default 4096")
     arguments.add_argument("--dtype", action="append", choices=("bfloat16", "float32"), help="repeatable; both")
     given = arguments.parse_args(argv)
-    torch.set_num_threads(given.threads)
     folder = model_folder(given.model, given.quick)
+    torch.set_num_threads(given.threads)
     repetitions = given.repetitions or (1 if given.quick else 5)
-
-    from verl.model.load import read_config
-
     vocab_size = read_config(folder, trust_remote_code=False).get_text_config().vocab_size
     work = Work.draw(4 if given.quick else given.rows, vocab_size, given.max_tokens)
     job = start_job(stage_timeout=600.0, check_program=False)
@@ -155,5 +153,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ["HF_HUB_OFFLINE"] = "1"
     sys.exit(main())

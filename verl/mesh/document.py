@@ -5,6 +5,7 @@ Safe for text from anywhere: no tag makes an object, a cycle is refused, and ali
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -86,8 +87,17 @@ def wrap(value: object, place: Callable[[str], str], path: str = "") -> Node:
     if isinstance(value, list):
         return branch(tuple(wrap(item, place, path) for item in value), here)
     if value is None or isinstance(value, bool | int | float | str):
-        return Node(value, here, str(value).lower() if isinstance(value, bool) else str(value))
+        return Node(value, here, _spelt(value))
     return Node(str(value), here, str(value))
+
+
+def _spelt(value: object) -> str:
+    """A scalar as YAML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value).replace("inf", ".inf").replace("nan", ".nan")
+    return str(value)
 
 
 def branch(value: tuple[Node, ...] | dict[str, Node], place: str) -> Node:

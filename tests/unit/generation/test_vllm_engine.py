@@ -138,10 +138,10 @@ def test_an_exit_at_start_is_told_with_the_log(start: Start) -> None:
 
 
 def test_a_start_that_takes_too_long_is_ended(start: Start) -> None:
-    engine = start("silent at start", start_timeout=2.0)
+    engine = start("silent at start", start_timeout=8.0)
     signs: list[float] = []
     engine._on_progress = partial(signs.append, 0.0)
-    with pytest.raises(EngineError, match=r"not ready within 2 s; rollout.start_timeout is the limit"):
+    with pytest.raises(EngineError, match=r"not ready within 8 s; rollout.start_timeout is the limit"):
         engine.wait_ready()
     assert signs  # while it waits, the rank lives
     with pytest.raises(

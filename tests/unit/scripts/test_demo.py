@@ -106,7 +106,9 @@ def test_training_ends_with_the_demo(tmp_path: Path) -> None:
     [(["STEPS=3", "SEED=2"], "demo.sh --steps 3 --seed 2"), ([], "demo.sh --seed 1")],
 )
 def test_make_demo_passes_steps_and_seed(words: list[str], expected: str) -> None:
-    shown = subprocess.run(["make", "-n", "demo", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "-n", "demo", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert " ".join(shown.split()).endswith(expected)
 
 

@@ -98,6 +98,13 @@ def test_a_config_that_means_nothing(config: str, task: Task, model: Path) -> No
     assert_refused(task, f"model.path: the model config in {model} cannot be read", model__path=str(model))
 
 
+def test_a_generation_config_that_means_nothing(task: Task, model: Path) -> None:
+    (model / "generation_config.json").write_text("{nope")
+    assert_refused(
+        task, "model.path: the generation config cannot be read", f"{model}/generation_config", model__path=str(model)
+    )
+
+
 @pytest.mark.parametrize("setting", ["model.path", "critic.path", "reference.path"])
 def test_a_folder_without_weights(setting: str, task: Task, model: Path) -> None:
     (model / "model.safetensors").unlink()

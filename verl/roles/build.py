@@ -100,6 +100,7 @@ def build_roles(
     rollout_spec = mesh.roles["rollout"]
     assert isinstance(rollout_spec, RolloutSpec)
     model = job.together(lambda: read_config(folders.actor, config.model.trust_remote_code))
+    stop = job.together(lambda: stop_tokens(folders.actor, tokenizer, config.rollout.stop_token_ids))
     backend = choose_backend(config, rollout_spec, placements["rollout"], job)
     builder = _Builder(config, mesh, placements, total_steps, Here(job, stages))
     nodes = [
@@ -123,7 +124,6 @@ def build_roles(
     )
     engines.wait_ready()
     sync = make_sync(engines, actor, _boxes(actor), nodes, job)
-    stop = stop_tokens(folders.actor, tokenizer, config.rollout.stop_token_ids)
     limit = config.data.max_response_length
     rollout = Rollout(
         placements["rollout"],

@@ -141,7 +141,10 @@ def stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, further: list[
     """Every id that ends a response: the model's, the tokenizer's and the user's."""
     ids = set(further)
     if (folder / "generation_config.json").is_file():
-        configured = GenerationConfig.from_pretrained(folder).eos_token_id
+        try:
+            configured = GenerationConfig.from_pretrained(folder).eos_token_id
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.path: the generation config cannot be read: {error}") from error
         ids |= set(configured if isinstance(configured, list) else [configured] if configured is not None else [])
     if isinstance(tokenizer.eos_token_id, int):
         ids.add(tokenizer.eos_token_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -14,3 +15,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # No limit on a single example: this machine may be busy. Where a change is judged, the same examples each time.
 settings.register_profile("verl", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("verl")
+
+# A shell that starts the tests in the background makes them ignore SIGINT, and so would every process they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)

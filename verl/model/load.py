@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from verl.errors import UserError
+from verl.model.attention import CPU_ATTENTION
 from verl.model.heads import Head, HeadedModel, add_scalar_head
 
 Box = tuple[slice, ...]
@@ -54,7 +55,7 @@ def attention(choice: str, device: torch.device) -> str:
         from transformers.utils import is_flash_attn_2_available
 
         return "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
-    return "sdpa"
+    return CPU_ATTENTION
 
 
 def meta_model(

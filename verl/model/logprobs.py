@@ -37,7 +37,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             # log_softmax takes the largest logit away first: log Z - E[logit] would lose the entropy of a sharp one
             every = logits.log_softmax(-1)
             logprobs[at] = every.gather(-1, targets[at, None]).squeeze(-1)
-            entropy[at] = -(every.exp() * every).sum(-1)
+            entropy[at] = -every.exp().mul_(every).sum(-1)
         ctx.save_for_backward(hidden, weight, targets)
         ctx.settings = (temperature, chunk_tokens, softcap)
         return logprobs, entropy
@@ -53,15 +53,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for at in _chunks(len(hidden), chunk_tokens):
             logits, slope = _logits(hidden[at], weight, temperature, softcap)
-            logprobs = logits.log_softmax(-1)
-            probs = logprobs.exp()
-            grad = probs * -grad_logprobs[at, None]
-            grad.scatter_add_(-1, targets[at, None], grad_logprobs[at, None])
+            # in place: on a CPU a pass over [chunk, vocab] takes as long as its memory does
+            grad = logits.softmax(-1)
             if with_entropy:
                 # dH/dlogit = -p (log p + H)
-                entropy = -(probs * logprobs).sum(-1, keepdim=True)
-                grad -= grad_entropy[at, None] * probs * (logprobs + entropy)
-            grad = (grad.mul_(slope) if slope is not None else grad).div_(temperature).to(hidden.dtype)
+                logprobs = logits.log_softmax(-1)
+                entropy = -(grad * logprobs).sum(-1, keepdim=True)
+                grad *= logprobs.add_(entropy).mul_(grad_entropy[at, None]).add_(grad_logprobs[at, None]).neg_()
+            else:
+                grad *= -grad_logprobs[at, None]
+            grad.scatter_add_(-1, targets[at, None], grad_logprobs[at, None])
+            if slope is not None:
+                grad *= slope
+            if temperature != 1.0:
+                grad /= temperature
+            grad = grad.to(hidden.dtype)
             grad_hidden[at] = grad @ weight
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.T, hidden[at])

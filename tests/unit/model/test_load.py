@@ -28,6 +28,7 @@ from scripts.make_tiny_model import CONFIGS
 from tests.unit.model.conftest import load
 from tests.unit.model.test_heads import changed
 from verl.errors import UserError
+from verl.model.attention import CPU_ATTENTION
 from verl.model.heads import Head
 from verl.model.load import (
     attention,
@@ -92,7 +93,7 @@ def test_dropout_is_off(folder: Folder, tmp_path: Path) -> None:
 
 
 def test_flash_attention_is_for_gpus_that_have_it() -> None:
-    assert attention("auto", torch.device("cpu")) == "sdpa"
+    assert attention("auto", torch.device("cpu")) == CPU_ATTENTION
     assert attention("eager", torch.device("cpu")) == "eager"
 
 

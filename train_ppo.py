@@ -30,8 +30,7 @@ def recorded_train(config: Any, mesh: Any) -> None:
             return mistake
         return None
 
-    mistake = record(attempt)()
-    if mistake is not None:
+    if mistake := record(attempt)():
         raise mistake
 
 
@@ -49,9 +48,8 @@ def wrong_package() -> str | None:
 
 
 def main() -> int:
-    wrong = wrong_package()
-    if wrong is not None:
-        sys.stderr.write(wrong + "\n")
+    if wrong := wrong_package():
+        sys.stderr.write(f"{wrong}\n")
         return 2
     from verl.cli import command_line
 

@@ -241,7 +241,6 @@ def resolved_plan(config: PPOConfig, dp: dict[str, int]) -> str:
                 f"micro-batches of at most {tokens} tokens"
             )
         lines.append(share)
-    lines += [f"note: {caution}" for caution in _cautions(config)]
     return "\n".join(lines)
 
 
@@ -252,17 +251,3 @@ def _share(prompts: int, n: int) -> str:
 def _count(number: int, noun: str) -> str:
     ending = "" if number == 1 else "es" if noun.endswith("tch") else "s"
     return f"{number} {noun}{ending}"
-
-
-def _cautions(config: PPOConfig) -> Iterator[str]:
-    """Settings that work and bias what is learnt."""
-    sampling = config.rollout
-    if sampling.top_p < 1 or sampling.top_k > 0:
-        yield (
-            f"rollout.top_p={sampling.top_p}, rollout.top_k={sampling.top_k} cut the distribution that is sampled "
-            "from, and training log-probs are of the uncut one: the importance ratio is biased "
-            "(actor.mismatch_correction)"
-        )
-    if config.actor.use_kl_loss and config.actor.kl_loss_type is not KLEstimator.k2:
-        kind = config.actor.kl_loss_type
-        yield f"actor.kl_loss_type={kind} as a loss does not have the gradient of the KL; k2 has"

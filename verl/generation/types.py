@@ -38,7 +38,8 @@ class Sample:
     token_ids: list[int]
     """The response; the stop token that ended it is its last one."""
     logprobs: list[float]
-    """Of each token, under the distribution that it was drawn from (temperature, top_k and top_p applied)."""
+    """Of each token, under the distribution that it was drawn from (temperature, top_k and top_p applied); of a greedy
+    one, under the softmax of the logits as they are."""
     ended: bool
     """False where `max_tokens` cut it off."""
 

@@ -33,7 +33,7 @@ def test_the_budget_is_kept_unless_one_sequence_is_longer(
     longest = max(lengths)
     for batch in plan_micro_batches(lengths, range(len(lengths)), max_tokens, capacity):
         time = max(sum(lengths[i] for i in row) for row in batch)
-        assert time <= max(longest, capacity or 0)
+        assert time <= max(longest, max_tokens if capacity is None else capacity)
         assert len(batch) == 1 or len(batch) * time <= max(max_tokens, longest)
 
 
@@ -49,6 +49,23 @@ def test_flash_attention_fills_one_row_to_the_budget(lengths: list[int]) -> None
 
 def test_equal_lengths_fill_rectangles_without_a_gap() -> None:
     assert plan_micro_batches([10] * 5, range(5), 20, None) == [[[0], [1]], [[2], [3]], [[4]]]
+
+
+def test_rows_of_a_dense_mask_are_nearly_full() -> None:
+    """No two of these sequences fit a row as long as the longest, which would leave a quarter of the places empty."""
+    lengths = list(range(53, 105, 3))
+    places = sum(
+        len(batch) * max(sum(lengths[i] for i in row) for row in batch)
+        for batch in plan_micro_batches(lengths, range(len(lengths)), 4096, None)
+    )
+    assert places <= 1.1 * sum(lengths)
+
+
+def test_rows_of_a_dense_mask_are_no_longer_than_they_need_be() -> None:
+    (batch,) = plan_micro_batches([108] * 16, range(16), 4096, None)
+    assert len(batch) == 16
+    (batch,) = plan_micro_batches([100, 60, 60, 60, 60, 60, 60], range(7), 4096, None)
+    assert len(batch) * max(sum([100, 60, 60, 60, 60, 60, 60][i] for i in row) for row in batch) <= 500  # of 700
 
 
 def test_no_rows_are_no_micro_batches() -> None:
@@ -121,9 +138,29 @@ def test_the_tail_of_a_short_row_lengthens_its_last_sequence(
             assert all(b in (0, a + 1) for a, b in pairwise(positions))
 
 
-def test_a_dummy_has_a_token_and_no_output() -> None:
-    batch = dummy_micro_batch()
-    assert batch.input_ids.shape == (1, 1)
+@given(pairs(), st.integers(1, 40), CAPACITY, st.integers(1, 8))
+def test_time_that_is_shared_out_is_a_multiple_of_the_ranks(
+    made: list[tuple[list[int], list[int]]], max_tokens: int, capacity: int | None, ranks: int
+) -> None:
+    """Every sequence is where it would be, and the rectangles keep to the budget in whole multiples."""
+    rows = sequences(made, "responses")
+    longest = -(-max(rows.lengths) // ranks) * ranks
+    outputs: dict[int, list[int]] = {}
+    for planned in plan_micro_batches(rows.lengths, range(len(made)), max_tokens, capacity, ranks):
+        batch = pack(rows, planned, ranks)
+        time = batch.input_ids.shape[1]
+        assert time % ranks == 0 and time <= max(longest, max_tokens if capacity is None else capacity)
+        assert len(planned) == 1 or len(planned) * time <= max(max_tokens, longest)
+        for place, token in zip(batch.select, batch.tokens, strict=True):
+            outputs[int(token)] = visible(batch, int(place))
+    assert [outputs[i] for i in range(len(outputs))] == [p + r[:i] for p, r in made for i in range(len(r))]
+
+
+@pytest.mark.parametrize("time", [1, 4])
+def test_a_dummy_has_tokens_and_no_output(time: int) -> None:
+    batch = dummy_micro_batch(time)
+    assert batch.input_ids.shape == (1, time)
+    assert batch.position_ids.tolist() == [list(range(time))], "one sequence"
     assert batch.select.numel() == batch.targets.numel() == batch.tokens.numel() == 0
 
 

@@ -39,8 +39,9 @@ format: install ## put the code into the style that lint asks for
 oracles: install ## compare the numbers with other libraries', each in an environment of its own
 	@bash scripts/oracles/run.sh
 
-parity: install ## compare runs with the expected losses
+parity: install ## compare runs with the expected losses, and every family on every layout with one process
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity -m ''
+	@OMP_NUM_THREADS=1 $(BIN)/python -m scripts.parity
 
 bench: install ## time this machine's runs
 	@bash scripts/bench/run.sh

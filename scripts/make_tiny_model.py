@@ -21,20 +21,39 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
+    "mistral": MistralConfig,
+    "phi3": Phi3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "smollm3": SmolLM3Config,
 }
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
+    "gemma3": {"sliding_window": 16},
+    "mistral": {"sliding_window": 16},
+    "phi3": {"sliding_window": 16},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "smollm3": {"no_rope_layer_interval": 2},
+}
+"""What an architecture does of its own, at a size that a short sequence meets."""
 END_OF_TEXT, START, END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGED = ("he", "in", "an", "er", "the", "user", "ing")
 """Strings of several bytes that are tokens of their own, so that text and tokens differ in length. No digits:
@@ -86,17 +105,18 @@ def tiny_config(
     head_dim: int,
     vocab_size: int,
     tied: bool,
+    **settings: Any,
 ) -> PreTrainedConfig:
-    """The architecture's config at a small size."""
+    """The architecture's config at a small size; `settings`: further ones of its config class."""
     if architecture not in CONFIGS:
         raise ValueError(f"architecture {architecture!r} is not one of {', '.join(CONFIGS)}")
     if head_dim % 2 or num_heads % num_kv_heads:
         raise ValueError(
             f"head_dim {head_dim} must be even, and num_heads {num_heads} a multiple of num_kv_heads {num_kv_heads}"
         )
-    special: dict[str, Any] = {}
-    if architecture == "gemma3":
-        special = {"sliding_window": 16, "query_pre_attn_scalar": head_dim}
+    special = SPECIAL.get(architecture, {})
+    if architecture.startswith("gemma"):
+        special = special | {"query_pre_attn_scalar": head_dim}
     return CONFIGS[architecture](
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -110,7 +130,7 @@ def tiny_config(
         bos_token_id=None,
         pad_token_id=SPECIAL_TOKENS.index(END_OF_TEXT),
         eos_token_id=SPECIAL_TOKENS.index(END),
-        **special,
+        **(special | settings),
     )
 
 
@@ -137,8 +157,12 @@ def make_tiny_model(
     head_dim: int = HEAD_DIM,
     vocab_size: int = VOCAB_SIZE,
     tied: bool = False,
+    **settings: Any,
 ) -> Path:
-    """Write a causal language model, float32; `tied`: the output head is the embedding. Returns the folder."""
+    """Write a causal language model, float32; `tied`: the output head is the embedding. Returns the folder.
+
+    `settings`: further ones of the architecture's config, such as `attention_bias=True`.
+    """
     config = tiny_config(
         architecture,
         num_layers=num_layers,
@@ -148,6 +172,7 @@ def make_tiny_model(
         head_dim=head_dim,
         vocab_size=vocab_size,
         tied=tied,
+        **settings,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return _write(model, Path(path), seed, vocab_size)

@@ -38,6 +38,8 @@ case "${1:-}" in
     tests 1800 tests/distributed
     say "end to end"
     tests 1800 tests/e2e
+    say "several nodes (skipped where no network namespaces can be made)"
+    tests 1200 tests/cluster
     ;;
 *)
     echo "usage: scripts/test.sh [--lint | --all]" >&2

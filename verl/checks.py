@@ -100,7 +100,7 @@ def problems(config: PPOConfig, dp: dict[str, int]) -> list[str]:
     Returns:
         Messages that start with the setting and its value; empty if the run can start.
     """
-    return [*_value_problems(config), *_combination_problems(config, dp), *_batch_problems(config, dp)]
+    return [*value_problems(config), *_combination_problems(config, dp), *_batch_problems(config, dp)]
 
 
 def cautions(config: PPOConfig) -> list[str]:
@@ -120,7 +120,7 @@ def cautions(config: PPOConfig) -> list[str]:
     return said
 
 
-def _value_problems(config: PPOConfig) -> Iterator[str]:
+def value_problems(config: PPOConfig) -> Iterator[str]:
     """Single values out of their range."""
     for name, value in leaves(config):
         numbers = [item for item in (value if isinstance(value, list) else [value]) if type(item) in (int, float)]

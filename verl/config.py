@@ -239,6 +239,8 @@ class RolloutConfig(SamplingConfig):
     """Go on past end tokens up to max_response_length (for benchmarks)."""
     start_timeout: float = 600.0
     """Seconds an engine may take to start."""
+    reshard_bucket_mib: int = 64
+    """MiB of weights that are on their way to the engines at a time, twice: one bucket is written while one is read. A larger block that an engine takes whole is a bucket of its own."""
     cpu_threads: int | None = None
     """Threads of an engine on a CPU. null: vLLM takes its share of the node's cores, torch what the process has."""
     val: ValidationSamplingConfig = field(default_factory=ValidationSamplingConfig)

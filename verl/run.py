@@ -169,7 +169,7 @@ class Run:
 
     def settle(self, step: int, prompts: PromptBatch, metrics: Metrics, experience: Experience) -> None:
         """The end of a step: rank 0 gets every rank's part of the metrics and writes the books."""
-        metrics |= self._roles.reward.drain()
+        metrics |= self._roles.reward.drain() | self._roles.rollout.load_metrics()
         figures = self._collect(step, metrics, self._samples_here(prompts, experience))
         if figures is not None:
             seconds = time.monotonic() - self._began

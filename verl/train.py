@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from verl.advise.run import check_mesh
 from verl.checks import cautions, resolved_plan
 from verl.config import PPOConfig
 from verl.engine.checkpoint import Checkpoints
@@ -22,6 +23,7 @@ from verl.mesh.spec import MeshSpec
 from verl.monitor.stages import Stages
 from verl.monitor.trackers import check_trackers
 from verl.ppo import fit
+from verl.preflight.check import check_cluster
 from verl.roles.build import build_roles, place
 from verl.roles.folders import check_models, find_folders, load_tokenizer
 from verl.run import Prompts, Run, find_start
@@ -37,13 +39,15 @@ BYSTANDER_SECONDS = 1.5
 def train(config: PPOConfig, mesh: MeshSpec) -> None:
     """Every rank runs it. UserError: what the user can mend, found before a model is loaded where that is possible."""
     signal.signal(signal.SIGTERM, _terminated)
-    job = start_job(config.trainer.stage_timeout, config.debug.check_program)
+    rank = os.environ.get("RANK", "0")
     # no handler of ours where a caller has set up logging
     logging.basicConfig(
-        level=logging.INFO if job.is_main else logging.WARNING,
-        format=f"[%(asctime)s rank {job.rank}] %(message)s",
+        level=logging.INFO if rank == "0" else logging.WARNING,
+        format=f"[%(asctime)s rank {rank}] %(message)s",
         datefmt="%H:%M:%S",
     )
+    trainer, check_program = config.trainer, config.debug.check_program
+    job = start_job(trainer.stage_timeout, check_program, lambda meeting: check_cluster(config, mesh, meeting))
     try:
         with ExitStack() as closing:
             job.board.on_stall.append(closing.close)
@@ -69,14 +73,15 @@ def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> N
     run_dir = Path(job.hand_over.agree(config.trainer.run_dir, source=0))
     job.together(lambda: check_trackers(config.trainer.trackers))
     folders = find_folders(config, job)
-    check_models(config, placements, folders, job)
+    doubts = check_mesh(config, mesh, placements, folders.by_role(), job)
+    check_models(config, mesh, placements, folders, job)
     tokenizer = job.together(lambda: load_tokenizer(folders.tokenizer, config.model.trust_remote_code))
     prompts = Prompts(config, tokenizer, job)
     checkpoints = Checkpoints(run_dir, config.trainer.keep_checkpoints, job, folders.tokenizer)
     start = job.together(lambda: find_start(config, checkpoints, prompts))
     if job.is_main:
         logger.info("%s", resolved_plan(config, {role: p.dp for role, p in placements.items()}))
-        for caution in cautions(config):
+        for caution in [*cautions(config), *doubts]:
             logger.warning("%s", caution)
     roles = build_roles(
         config, mesh, placements, folders, tokenizer, prompts.total_steps, run_dir, job, stages, closing

@@ -37,18 +37,16 @@ from scripts.bench.common import (
     seconds,
     show,
 )
+from scripts.bench.engines import load, start_vllm
 from verl.generation.inprocess.engine import TorchEngine
 from verl.generation.types import Backend, Request, Sampling
-from verl.generation.vllm.buffer import WeightBuffer
-from verl.generation.vllm.engine import VllmEngine
 from verl.generation.vllm.environment import child_environment
 from verl.generation.vllm.options import VllmOptions, llm_arguments
-from verl.model.load import parameter_shapes, read_config
+from verl.model.load import read_config
 
 TARGET = 0.9
 PROMPT_TOKENS = (20, 60)
 """Shortest and longest."""
-START_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -123,25 +121,12 @@ class BareVllm:
         return json.loads(answer)
 
 
-def load(backend: Backend, weights: dict[str, Tensor], version: int) -> None:
-    """New weights, as the rollout gets them: copied into the backend's memory, and taken up by it."""
+def load_torch(backend: TorchEngine, weights: dict[str, Tensor], version: int) -> None:
+    """New weights, as the rollout gets them: copied into the parameters."""
+    backend.begin_load()
     for name, destination in backend.weights().items():
         destination.copy_(weights[name])
-    backend.load(version)
-
-
-def start_vllm(options: VllmOptions, folder: Path, name: str) -> VllmEngine:
-    shapes = parameter_shapes(folder, read_config(folder, trust_remote_code=False))
-    buffer = WeightBuffer([(parameter, shape, torch.bfloat16) for parameter, shape in shapes.items()])
-    return VllmEngine(
-        options,
-        buffer,
-        name="the benchmark's replica",
-        log_path=OUT / f"vllm_{name}.log",
-        start_timeout=START_SECONDS,
-        stage_timeout=START_SECONDS,
-        on_progress=lambda: None,
-    )
+    backend.commit(version)
 
 
 def measure_vllm(
@@ -162,7 +147,7 @@ def measure_vllm(
         engine.wait_ready()
         bare = BareVllm(options, OUT / f"bare_vllm_{mode}.log")
         closing.callback(bare.close)
-        loads = [seconds(lambda version=version: load(engine, weights, version)) for version in range(1 + repetitions)]
+        loads = [load(engine, weights, version)["all"] for version in range(1 + repetitions)]
         rates = by_turns(
             {
                 "ours": lambda: work.rate(engine),
@@ -184,7 +169,9 @@ def measure_torch(
     torch.set_num_threads(threads)
     device = torch.device("cpu")
     backend = TorchEngine(str(folder), torch.bfloat16, device, len(work.requests), False, on_progress=lambda: None)
-    loads = [seconds(lambda version=version: load(backend, weights, version)) for version in range(1 + repetitions)]
+    loads = [
+        seconds(lambda version=version: load_torch(backend, weights, version)) for version in range(1 + repetitions)
+    ]
     rates = by_turns({"ours": lambda: work.rate(backend)}, repetitions)
     table.add("torch backend", figure(statistics.median(rates["ours"])), "", "", "")
     table.notes.append(f"torch backend: new weights in {statistics.median(loads[1:]):.2f} s")

@@ -17,16 +17,16 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from scripts.make_tiny_model import make_tiny_model
-from tests.support.engines import assert_equal, learnt, make_engines, train
+from tests.support.engines import Layout, assert_equal, learnt, make_engines, merged, placed, train
 from tests.support.ranks import RankFailed, run_ranks
 from verl.engine import checkpoint as checkpoint_module
 from verl.engine.checkpoint import Checkpoints
 from verl.errors import UserError
 from verl.flow.job import start_job
+from verl.flow.placement import Placement
 
 pytestmark = pytest.mark.dist
 
-Layout = dict[str, tuple[int, ...]]
 Learnt = dict[str, dict[str, Tensor]]
 
 TWO: Layout = {"actor": (0, 1), "critic": (0, 1)}
@@ -37,6 +37,23 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
     "two in another order": (2, {"actor": (1, 0), "critic": (0, 1)}),
     "three": (3, {"actor": (0, 1, 2), "critic": (1,)}),
     "two of four, descending": (4, {"actor": (2, 1), "critic": (3, 1, 0)}),
+    "two stages": (2, {"actor": Placement("actor", (0, 1), pp=2), "critic": Placement("critic", (1, 0), pp=2)}),
+    "two stages of two": (
+        4,
+        {"actor": Placement("actor", (3, 1, 0, 2), pp=2), "critic": Placement("critic", (0, 1, 2, 3), pp=2)},
+    ),
+    "TP 2": (2, {"actor": Placement("actor", (1, 0), tp=2), "critic": Placement("critic", (0, 1), tp=2)}),
+    "FSDP 2 x TP 2": (
+        4,
+        {"actor": Placement("actor", (0, 2, 1, 3), tp=2), "critic": Placement("critic", (2, 3, 0, 1), tp=4)},
+    ),
+    "FSDP 3 x TP 2, two stages of TP 2": (
+        6,
+        {
+            "actor": Placement("actor", (5, 4, 0, 1, 2, 3), tp=2),
+            "critic": Placement("critic", (0, 1, 2, 3), tp=2, pp=2),
+        },
+    ),
 }
 
 
@@ -62,18 +79,14 @@ class Saved:
 def save_and_go_on(world: int, layout: Layout, models: dict[str, Path], run_dir: Path) -> tuple[Learnt, Learnt]:
     job = start_job(stage_timeout=30, check_program=True)
     engines = make_engines(job, layout, models)
-    train(engines, job.rank, 2)
+    train(engines, 2)
     state = {"step": 7, "kl_coef": 0.25, "position": [3, 4], "said_by": job.rank}
     Checkpoints(run_dir, 2, job).save(7, engines, state, {"random": bytes([job.rank, 255]), "none": b""})
     before = {role: learnt(engine) for role, engine in engines.items()}
-    train(engines, job.rank, 2)
+    train(engines, 2)
     after = {role: learnt(engine) for role, engine in engines.items()}
     job.close()
     return before, after
-
-
-def merged(parts: list[Learnt]) -> Learnt:
-    return {role: whole for part in parts for role, whole in part.items()}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +115,7 @@ def load_and_go_on(layout: Layout, models: dict[str, Path], run_dir: Path, num_s
     trainer_state, rank_state = checkpoints.load(found, engines)
     steps_done = {role: engine.optimizer.steps_done for role, engine in engines.items() if engine.optimizer}
     loaded = {role: learnt(engine) for role, engine in engines.items()}
-    train(engines, job.rank, num_steps)
+    train(engines, num_steps)
     later = {role: learnt(engine) for role, engine in engines.items()}
     job.close()
     return Loaded(found.step, trainer_state, rank_state, steps_done, loaded, later)
@@ -117,12 +130,12 @@ def test_parameters_and_moments_are_the_saved_ones_on_any_mesh(
     for rank, result in enumerate(loaded):
         assert result.step == 7
         assert result.trainer_state == {"step": 7, "kl_coef": 0.25, "position": [3, 4], "said_by": 0}
-        assert set(result.learnt) == {role for role, ranks in layout.items() if rank in ranks}
-        for role, whole in result.learnt.items():
-            assert_equal(whole, saved.learnt[role])
-            assert result.steps_done[role] == 2
+        assert set(result.learnt) == {role for role, place in placed(layout).items() if rank in place.ranks}
+        assert set(result.steps_done.values()) <= {2}
         own = {"random": bytes([rank, 255]), "none": b""} if (world, layout) == (2, TWO) else None
         assert result.rank_state == own
+    for role, whole in merged([result.learnt for result in loaded]).items():
+        assert_equal(whole, saved.learnt[role])
 
 
 def test_the_moments_are_there_at_all(saved: Saved) -> None:
@@ -143,8 +156,12 @@ def test_a_resumed_run_learns_what_the_undisturbed_one_does(saved: Saved, models
         assert not torch.equal(whole["model.norm.weight"], saved.learnt[role]["model.norm.weight"])
 
 
-def test_what_a_crooked_mesh_saves_a_straight_one_loads(models: dict[str, Path], tmp_path: Path) -> None:
-    world, layout = LAYOUTS["two of four, descending"]
+@pytest.mark.parametrize(
+    "name",
+    ["two of four, descending", "two stages of two", "FSDP 2 x TP 2", "FSDP 3 x TP 2, two stages of TP 2"],
+)
+def test_what_a_crooked_mesh_saves_a_straight_one_loads(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    world, layout = LAYOUTS[name]
     before = merged([first for first, _ in run_ranks(world, save_and_go_on, world, layout, models, tmp_path)])
     (loaded,) = run_ranks(1, load_and_go_on, LAYOUTS["one rank"][1], models, tmp_path, 0)
     for role in ("actor", "critic"):

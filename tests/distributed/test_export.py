@@ -13,17 +13,23 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from scripts.make_tiny_model import make_tiny_model
-from tests.support.engines import learnt, make_engines, train
+from tests.support.engines import Layout, learnt, make_engines, merged, train
 from tests.support.ranks import run_ranks
+from verl.cli.main import main
 from verl.engine.checkpoint import Checkpoints
 from verl.engine.export import export_checkpoint, export_hf
 from verl.errors import UserError
 from verl.flow.job import start_job
+from verl.flow.placement import Placement
 from verl.model.packing import Sequences
 
 pytestmark = pytest.mark.dist
 
-LAYOUT = {"actor": (2, 1), "critic": (3,)}
+LAYOUTS: dict[str, Layout] = {
+    "ranks": {"actor": (2, 1), "critic": (3,)},
+    "stages": {"actor": Placement("actor", (2, 1), pp=2), "critic": Placement("critic", (3, 1), pp=2)},
+    "tensors": {"actor": Placement("actor", (2, 1), tp=2), "critic": Placement("critic", (3, 1), tp=2)},
+}
 """Rank 0 of the job serves no role."""
 IDS = torch.tensor([5, 77, 300, 12, 4, 9, 101])
 MAX_FILE_BYTES = 100_000
@@ -42,32 +48,40 @@ class Exported:
         return self.folder / "checkpoints" / "step_3"
 
 
-def train_and_export(models: dict[str, Path], folder: Path) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
+def train_and_export(
+    layout: Layout, models: dict[str, Path], folder: Path
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """By role: what this rank's stage has learnt; what the engine says, where the head is."""
     job = start_job(stage_timeout=30, check_program=True)
-    engines = make_engines(job, LAYOUT, models)
-    train(engines, job.rank, 2)
+    engines = make_engines(job, layout, models)
+    train(engines, 2)
     Checkpoints(folder, 2, job).save(3, engines, {}, {})
-    results = {}
+    said = {}
     for role, engine in engines.items():
         for dtype in (torch.float32, torch.bfloat16):
             out = folder / f"{role}_{dtype}"
             export_hf(engine, out, models[role], job.board, dtype, MAX_FILE_BYTES)
         shift = 1 if role == "actor" else 0
         sequence = Sequences((IDS,), (shift,), (len(IDS) - shift,), shift)
-        results[role] = (learnt(engine), engine.forward(sequence).values)
+        outputs = engine.forward(sequence)
+        if outputs is not None:
+            said[role] = outputs.values
+    parameters = {role: learnt(engine) for role, engine in engines.items()}
     job.close()
-    return results
+    return parameters, said
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied ranks", "untied ranks", "tied stages", "untied stages", "tied tensors"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
-    folder = tmp_path_factory.mktemp(request.param)
-    source = make_tiny_model(folder / "source", num_layers=2, tied=request.param == "tied")
+    tied, layout = request.param.split()
+    folder = tmp_path_factory.mktemp(layout)
+    source = make_tiny_model(folder / "source", num_layers=2, tied=tied == "tied")
     GenerationConfig(eos_token_id=2, temperature=0.6, do_sample=True).save_pretrained(source)
-    _, by_actor, _, by_critic = run_ranks(4, train_and_export, {"actor": source, "critic": source}, folder)
-    return {
-        role: Exported(folder, source, *results[role]) for results, role in ((by_actor, "actor"), (by_critic, "critic"))
-    }
+    models = {"actor": source, "critic": source}
+    parts = run_ranks(4, train_and_export, LAYOUTS[layout], models, folder)
+    parameters = merged([part for part, _ in parts])
+    said = {role: outputs for _, by_role in parts for role, outputs in by_role.items()}
+    return {role: Exported(folder, source, parameters[role], said[role]) for role in models}
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -179,3 +193,45 @@ def test_what_cannot_be_exported_is_said(exported: dict[str, Exported], tmp_path
     with pytest.raises(UserError, match=r"checkpoints has no manifest\.json.*step_100"):
         export_checkpoint(checkpoint.parent, "actor", tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_writes_the_same_folder(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    critic = exported["critic"]
+    out, reference = tmp_path / "out", tmp_path / "reference"
+    export_checkpoint(critic.checkpoint, "critic", reference, torch.float16)
+    command = ["export", str(critic.checkpoint), str(out), "--role", "critic", "--dtype", "float16"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{out}: critic of {critic.checkpoint} in float16\n"
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == {f.name: f.read_bytes() for f in reference.iterdir()}
+    assert main(command) == 2
+    assert capsys.readouterr().err == f"{out} exists already. Name another folder, or remove that one first.\n"
+    assert main([*command, "--replace"]) == 0
+
+
+def test_the_command_says_what_is_wrong(
+    exported: dict[str, Exported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    actor = exported["actor"]
+
+    def said(*arguments: object) -> str:
+        assert main(["export", *map(str, arguments)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        return captured.err.rstrip("\n")
+
+    out = tmp_path / "out"
+    assert said(actor.folder, out) == (
+        f"verl export: {actor.folder} holds a checkpoint of a run; name one itself, such as {actor.checkpoint}"
+    )
+    assert said(actor.checkpoint, out, "--role", "reward") == f"{actor.checkpoint} holds actor, critic, no 'reward'."
+    assert said(tmp_path / "none", out) == (
+        f"{tmp_path}/none has no manifest.json. Name a folder like run_dir/checkpoints/step_100."
+    )
+    inside = actor.checkpoint / "hf"
+    assert said(actor.checkpoint, inside) == f"verl export: {inside} lies in the checkpoint; name a folder outside it"
+    (tmp_path / "file").touch()
+    assert said(actor.checkpoint, tmp_path / "file" / "out").startswith(f"verl export: {tmp_path}/file")
+    assert "invalid choice: 'fp8'" in said(actor.checkpoint, out, "--dtype", "fp8")
+    assert not out.exists()

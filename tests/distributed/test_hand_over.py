@@ -69,9 +69,11 @@ def step(job: Job, at: dict[str, Placement]) -> None:
             wanted = place.inputs.rows(job.rank, SIZE)
             rows = responses.response_ids.on(place)
             assert [r.tolist() for r in rows.split()] == [tokens(i) for i in wanted]
+            assert responses.weight.on(place).scalar().tolist() == [1.0] * len(wanted)
+        if job.rank in place.outputs.ranks:
+            wanted = place.outputs.rows(job.rank, SIZE)
             assert responses.version.on(place).scalar().tolist() == list(wanted)
             assert responses.ended.on(place).scalar().tolist() == [i % 2 == 0 for i in wanted]
-        if job.rank in place.outputs.ranks:
             ids = responses.response_ids.on(place)
             if role == "actor":
                 logprobs = ids.like(ids.values.float())
@@ -84,12 +86,17 @@ def step(job: Job, at: dict[str, Placement]) -> None:
     )
     experience = job.hand_over(experience, to=served(at["actor"], at["critic"]))
     for place in (at["actor"], at["critic"]):
-        if job.rank in place.inputs.ranks:
-            wanted = place.inputs.rows(job.rank, SIZE)
+        if job.rank in place.outputs.ranks:
+            wanted = place.outputs.rows(job.rank, SIZE)
             assert experience.scores.on(place).scalar().tolist() == [float(i) for i in wanted]
             assert [r.tolist() for r in experience.old_logprobs.on(place).split()] == [
                 [float(t) for t in tokens(i)] for i in wanted
             ]
+        elif job.rank in place.inputs.ranks:
+            # what a model's outputs are compared with does not go to stages that have none
+            for column in (experience.scores, experience.old_logprobs, responses.version):
+                with pytest.raises(RuntimeError, match="it lives on"):
+                    column.on(place)
 
 
 def program(name: str) -> list[list[bytes] | None]:

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.ranks import RankFailed, run_ranks
 from verl.flow.job import Job, start_job
 from verl.flow.placement import make_world_group
 from verl.generation.vllm.buffer import WeightBuffer
-from verl.reshard import execute
-from verl.reshard.execute import WeightSync
-from verl.reshard.layout import Box, Domain, Shards, whole
+from verl.reshard.boxes import Split, node_domains, own_domains, training_boxes
+from verl.reshard.buckets import Buckets, cut_buckets
+from verl.reshard.execute import Target, WeightSync
+from verl.reshard.layout import Box, Domain, Shards, volume, whole
 
 pytestmark = pytest.mark.dist
 
-SHAPES: dict[str, tuple[int, ...]] = {"embed": (33, 8), "layer.weight": (8, 8), "layer.norm": (8,), "head": (1, 8)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed": (33, 8),
+    "layers.0.mlp.up": (8, 8),
+    "layers.0.mlp.down": (8, 8),
+    "layers.1.mlp.up": (12, 160),
+    "norm": (8,),
+    "head": (1, 8),
+}
+TP_DIMS = {"layers.0.mlp.up": 0, "layers.0.mlp.down": 1, "layers.1.mlp.up": 1}
+STAGES = {"embed": (0,), "layers.0.mlp.up": (0,), "layers.0.mlp.down": (0,), "head": (0, 1), "norm": (1,)}
 LOADS = 3
+WORLD = 6
+NODES = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
+SMALL, LARGE = 200, 1 << 20
+"""Bytes of a bucket: most parameters have one of their own, or all are in one."""
 
 
 def weights(version: int) -> dict[str, Tensor]:
@@ -30,175 +48,291 @@ def weights(version: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=draws) for name, shape in SHAPES.items()}
 
 
-def rows_of(ranks: tuple[int, ...], replicas: int = 1) -> dict[int, dict[str, Box]]:
-    """Rows cut as FSDP cuts them over ranks // replicas parts; neighbours hold the same part."""
-    parts = len(ranks) // replicas
-    boxes: dict[int, dict[str, Box]] = {}
-    for i, rank in enumerate(ranks):
-        boxes[rank] = {}
-        for name, (size, *rest) in SHAPES.items():
-            step = -(-size // parts)
-            low = min(i // replicas * step, size)
-            boxes[rank][name] = ((low, min(low + step, size)), *whole(tuple(rest)))
-    return boxes
-
-
 @dataclass(frozen=True)
 class Setup:
-    """Four ranks, two on each node."""
+    """Six ranks, two on each of three nodes."""
 
-    trained: dict[int, dict[str, Box]]
-    readers: dict[str, tuple[int, ...]]
-    """By domain."""
-    shared: bool
+    ranks: tuple[int, ...]
+    """That train."""
+    split: Split
+    generating: tuple[int, ...]
+    """Leaders of the engines (`shared`), or ranks with parameters of their own, neighbours being TP peers."""
+    shared: bool = False
+    gen_tp: int = 1
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def nodes(self) -> dict[int, str]:
-        return {0: "a", 1: "a", 2: "b", 3: "b"}
+    def trained(self) -> dict[int, dict[str, Box]]:
+        return training_boxes(SHAPES, self.split, self.ranks)
 
     @property
     def domains(self) -> list[Domain]:
-        members = {"node a": (0, 1), "node b": (2, 3)} if self.shared else self.readers
-        boxes = {name: whole(shape) for name, shape in SHAPES.items()}
-        return [Domain(name, members[name], readers, boxes) for name, readers in self.readers.items()]
+        if self.shared:
+            return node_domains(SHAPES, self.generating, NODES, slots=2)
+        split = Split(tp=self.gen_tp, dp=len(self.generating) // self.gen_tp, tp_dims=TP_DIMS, fsdp=False)
+        return own_domains(training_boxes(SHAPES, split, self.generating))
+
+    def buckets(self, limit: int) -> Buckets:
+        return cut_buckets(SHAPES, self.dtype.itemsize, limit)
 
 
-OWN = {f"rank {r}": (r,) for r in range(4)}
+def fsdp(size: int) -> Split:
+    return Split(dp=size)
+
+
+THREE_D = Split(pp=2, dp=1, tp=2, tp_dims=TP_DIMS, stages=STAGES)
+ALL = (0, 1, 2, 3, 4, 5)
 SETUPS = {
-    "own memory, colocated": Setup(rows_of((0, 1, 2, 3)), OWN, shared=False),
-    "own memory, replicas, descending": Setup(rows_of((3, 2, 1, 0), replicas=2), OWN, shared=False),
-    "own memory, disjoint": Setup(rows_of((2, 0)), {"rank 1": (1,), "rank 3": (3,)}, shared=False),
-    "nodes' memory, colocated": Setup(rows_of((0, 1, 2, 3)), {"node a": (0, 1), "node b": (3, 2)}, shared=True),
-    "nodes' memory, trained on one": Setup(rows_of((1, 0)), {"node a": (1,), "node b": (2, 3)}, shared=True),
-    "in float32": Setup(rows_of((0, 1, 2)), {"node b": (2,)}, shared=True, dtype=torch.float32),
+    "own memory, colocated": Setup(ALL, fsdp(6), ALL),
+    "own memory, replicas, descending": Setup((3, 2, 1, 0), Split(dp=4, fsdp=False), ALL),
+    "own memory, disjoint": Setup((2, 0), fsdp(2), (1, 3, 5)),
+    "own memory, TP 2, trained as 2 x 1 x 2": Setup((1, 0, 3, 2), THREE_D, ALL, gen_tp=2),
+    "own memory, TP 2, descending and apart": Setup((0, 1), fsdp(2), (5, 4, 3, 2), gen_tp=2),
+    "nodes' memory, a ring": Setup(ALL, fsdp(6), (0, 2, 3, 5), shared=True),
+    "nodes' memory, a chain": Setup((1, 0), fsdp(2), (1, 3, 2, 4), shared=True),
+    "nodes' memory, a ring and a chain": Setup((0, 1, 2, 3), THREE_D, (0, 2, 5, 4), shared=True),
+    "nodes' memory, trained elsewhere": Setup((4, 1), fsdp(2), (3,), shared=True),
+    "in float32": Setup((0, 1, 2), fsdp(3), (2, 5), shared=True, dtype=torch.float32),
 }
 
 
-def memory(setup: Setup, job: Job) -> dict[str, dict[str, Tensor]]:
-    """The domains' memory that this rank writes or reads: shared by a node, or its own."""
-    layout = [(name, shape, setup.dtype) for name, shape in SHAPES.items()]
-    makers = {domain.name: domain.readers[0] for domain in setup.domains}
-    made = {name: WeightBuffer(layout) for name, maker in makers.items() if maker == job.rank}
+@dataclass
+class Engine:
+    """Reads a bucket as early and as late as it may, and finds the same."""
+
+    target: Target
+    during: Callable[[int], None] = lambda bucket: None
+    """Called between the two."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+    taking: int = -1
+
+    def begin_load(self) -> None:
+        self.weights = {}
+        self.log.append("begin")
+
+    def take_bucket(self, number: int) -> None:
+        self.taking = number
+        self.early = self._read()
+
+    def await_bucket(self) -> None:
+        self.during(self.taking)
+        late = self._read()
+        assert all(torch.equal(late[name], early) for name, early in self.early.items()), self.taking
+        self.weights |= late
+        self.log.append(str(self.taking))
+
+    def _read(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.target(self.taking).items()}
+
+
+def memory(setup: Setup, buckets: Buckets, job: Job) -> dict[str, Target]:
+    """The domains' memory that this rank writes or reads: slots that a node shares, or tensors of its own."""
+    layouts = [[(name, SHAPES[name], setup.dtype) for name in bucket] for bucket in buckets]
+    mine = [domain for domain in setup.domains if job.rank in domain.members]
+    made = {d.name: WeightBuffer(layouts, 2) for d in mine if setup.shared and d.readers[0] == job.rank}
     paths = job.everywhere({name: buffer.path for name, buffer in made.items()})
-    mine = {}
-    for domain in setup.domains:
-        if job.rank in domain.members:
-            buffer = made.get(domain.name) or WeightBuffer.open(paths[makers[domain.name]][domain.name], layout)
-            mine[domain.name] = buffer.tensors()
-    return mine
+    targets: dict[str, Target] = {}
+    for domain in mine:
+        if setup.shared:
+            path = paths[domain.readers[0]][domain.name]
+            targets[domain.name] = (made.get(domain.name) or WeightBuffer.open(path, layouts, 2)).tensors
+        else:
+            own = {n: torch.empty([h - low for low, h in box], dtype=setup.dtype) for n, box in domain.boxes.items()}
+            targets[domain.name] = lambda bucket, own=own: {name: own[name] for name in buckets[bucket]}
+    return targets
 
 
-def make_sync(setup: Setup, job: Job) -> WeightSync:
-    group = make_world_group("weights", job.timeout)
-    shards = Shards(setup.trained, setup.nodes)
-    return WeightSync(job.rank, shards, setup.domains, setup.dtype, group, job.board)
+@dataclass
+class Side:
+    """One rank's part of a setup."""
+
+    setup: Setup
+    job: Job
+    limit: int = LARGE
+
+    def __post_init__(self) -> None:
+        setup, job = self.setup, self.job
+        self.buckets = setup.buckets(self.limit)
+        self.targets = memory(setup, self.buckets, job)
+        group = make_world_group("weights", job.timeout)
+        shards = Shards(setup.trained, NODES)
+        self.sync = WeightSync(job.rank, shards, setup.domains, self.buckets, setup.dtype, group, job.board)
+        self.domain = next((d for d in setup.domains if job.rank in d.readers), None)
+        self.engine = Engine(self.targets[self.domain.name]) if self.domain else None
+
+    def load(self, version: int) -> None:
+        self.sync.run(self.sources(version), self.targets, self.engine)
+
+    def sources(self, version: int) -> dict[str, Tensor]:
+        boxes = self.setup.trained.get(self.job.rank, {})
+        return {name: weights(version)[name][slices(box)].clone() for name, box in boxes.items()}
+
+    def check(self, version: int) -> None:
+        if self.engine is not None and self.domain is not None:
+            for name, box in self.domain.boxes.items():
+                expected = weights(version)[name][slices(box)].to(self.setup.dtype)
+                assert torch.equal(self.engine.weights[name], expected), (version, name)
 
 
-def sources(setup: Setup, rank: int, version: int) -> dict[str, Tensor]:
-    whole_ones = weights(version)
-    boxes = setup.trained.get(rank, {})
-    return {name: whole_ones[name][tuple(slice(*side) for side in box)].clone() for name, box in boxes.items()}
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*side) for side in box)
 
 
-def check(read: dict[str, dict[str, Tensor]], setup: Setup, version: int) -> None:
-    for tensors in read.values():
-        for name, wanted in weights(version).items():
-            assert torch.equal(tensors[name], wanted.to(setup.dtype)), (version, name)
+def joined(setup: Setup, limit: int = LARGE, stage_timeout: float = 30) -> Side:
+    return Side(setup, start_job(stage_timeout, check_program=False), limit)
 
 
-def load_again_and_again(setup: Setup) -> tuple[int, int, int]:
-    """(loads that this rank read, bytes that it sent, bytes that it wrote itself, each load)"""
-    job = start_job(stage_timeout=30, check_program=False)
-    targets, sync = memory(setup, job), make_sync(setup, job)
-    reads = []
+@dataclass(frozen=True)
+class Result:
+    sent: int
+    """Bytes that left the rank, each load."""
+    planned: int
+    local: int
+    staging: int
+    log: tuple[str, ...]
+
+
+def load_again_and_again(setup: Setup, limit: int) -> Result:
+    side, sent = joined(setup, limit), []
+    real = dist.P2POp
+
+    def counting(op: Callable[..., object], tensor: Tensor, *rest: object) -> dist.P2POp:
+        if op is dist.isend:
+            sent.append(tensor.nbytes)
+        return real(op, tensor, *rest)  # type: ignore[arg-type]
+
+    dist.P2POp = counting  # type: ignore[misc, assignment]
     for version in range(LOADS):
-        sync.run(sources(setup, job.rank, version), targets, lambda v=version: reads.append(check(targets, setup, v)))
-    sync.close()
-    job.close()
-    return len(reads), sync.traffic.wire, sync.traffic.local
+        side.load(version)
+        side.check(version)
+    side.sync.close()
+    side.job.close()
+    traffic = side.sync.traffic
+    log = tuple(side.engine.log) if side.engine else ()
+    return Result(sum(sent) // LOADS, traffic.wire, traffic.local, side.sync.staging_bytes, log)
 
 
 def missing(setup: Setup) -> int:
     """Elements that no member of a domain trains, over all domains: they must come over the wire."""
     total = 0
     for domain in setup.domains:
-        for name, shape in SHAPES.items():
-            held = torch.zeros(shape, dtype=torch.bool)
+        for name, box in domain.boxes.items():
+            held = torch.zeros(SHAPES[name], dtype=torch.bool)
             for rank in domain.members:
-                if rank in setup.trained:
-                    held[tuple(slice(*side) for side in setup.trained[rank][name])] = True
-            total += int((~held).sum())
+                if name in setup.trained.get(rank, {}):
+                    held[slices(setup.trained[rank][name])] = True
+            total += int((~held[slices(box)]).sum())
     return total
 
 
-@pytest.mark.parametrize("bucket", [None, 100], ids=["one round", "rounds of 100 bytes"])
+@pytest.mark.parametrize("limit", [LARGE, SMALL], ids=["one bucket", "many"])
 @pytest.mark.parametrize("name", SETUPS)
-def test_engines_read_every_version(name: str, bucket: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_take_every_version_whole(name: str, limit: int) -> None:
     setup = SETUPS[name]
-    if bucket is not None:
-        monkeypatch.setattr(execute, "BUCKET_BYTES", bucket)
-    results = run_ranks(4, load_again_and_again, setup)
-    readers = {rank for ranks in setup.readers.values() for rank in ranks}
-    assert [reads for reads, _, _ in results] == [LOADS if rank in readers else 0 for rank in range(4)]
-    size = setup.dtype.itemsize
-    assert sum(wire for _, wire, _ in results) == missing(setup) * size
-    everything = len(setup.domains) * sum(torch.Size(shape).numel() for shape in SHAPES.values()) * size
-    assert sum(wire + local for _, wire, local in results) == everything
+    results = run_ranks(WORLD, load_again_and_again, setup, limit)
+    size, buckets = setup.dtype.itemsize, setup.buckets(limit)
+    assert [r.sent for r in results] == [r.planned for r in results]
+    assert sum(r.sent for r in results) == missing(setup) * size
+    wanted = sum(volume(box) for domain in setup.domains for box in domain.boxes.values())
+    assert sum(r.sent + r.local for r in results) == wanted * size
+    largest = max(sum(volume(whole(SHAPES[name])) for name in bucket) for bucket in buckets) * size
+    assert max(r.staging for r in results) <= 2 * largest
+    one_load = ("begin", *(str(number) for number in range(len(buckets))))
+    readers = {rank for domain in setup.domains for rank in domain.readers}
+    assert [r.log for r in results] == [one_load * LOADS if rank in readers else () for rank in range(WORLD)]
 
 
-def test_buckets_of_the_messages_above_take_several_rounds() -> None:
+def test_small_buckets_are_more_than_the_slots() -> None:
     """So that the parametrisation above means something."""
-    setup = SETUPS["nodes' memory, trained on one"]
-    transfers = execute.plan(Shards(setup.trained, setup.nodes), setup.domains, 2)
-    assert len(execute.buckets(transfers, 100)) > 1 == len(execute.buckets(transfers, execute.BUCKET_BYTES))
+    setup = SETUPS["nodes' memory, a chain"]
+    assert len(setup.buckets(SMALL)) > 3 > len(setup.buckets(LARGE))
 
 
 def read_slowly(setup: Setup, slow: int) -> None:
-    """The slow reader looks at its memory for a while; it must stay the version that it was told to read."""
-    job = start_job(stage_timeout=30, check_program=False)
-    targets, sync = memory(setup, job), make_sync(setup, job)
-
-    def read(version: int) -> None:
-        end = time.monotonic() + (0.4 if job.rank == slow else 0)
-        check(targets, setup, version)
-        while time.monotonic() < end:
-            check(targets, setup, version)
-            time.sleep(0.02)
-        check(targets, setup, version)
-
+    side = joined(setup, SMALL)
+    if side.engine is not None and side.job.rank == slow:
+        side.engine.during = lambda bucket: time.sleep(0.1)
     for version in range(LOADS):
-        sync.run(sources(setup, job.rank, version), targets, lambda v=version: read(v))
-    sync.close()
+        side.load(version)
+        side.check(version)
+    side.sync.close()
+    side.job.close()
+
+
+@pytest.mark.parametrize("slow", [1, 2, 3, 4])
+def test_a_slot_is_not_written_while_a_reader_still_reads_it(slow: int) -> None:
+    """Rank 1 trains, ranks 2 and 3 share what comes to their node and pass it on to rank 4."""
+    run_ranks(WORLD, read_slowly, SETUPS["nodes' memory, a chain"], slow)
+
+
+def alias() -> tuple[int, bool]:
+    """The engine's parameters are the trainer's shards: one rank trains all of the model."""
+    job = start_job(30, check_program=False)
+    setup = Setup((0,), fsdp(1), (0,), dtype=torch.float32)
+    mine = weights(0)
+    buckets = setup.buckets(LARGE)
+    group = make_world_group("weights", job.timeout)
+    shards = Shards(setup.trained, {0: "a"})
+    sync = WeightSync(0, shards, setup.domains, buckets, torch.float32, group, job.board)
+    before = {name: tensor._version for name, tensor in mine.items()}
+    sync.run(mine, {"rank 0": lambda _: mine}, Engine(lambda _: mine))
     job.close()
+    return sync.staging_bytes, before == {name: tensor._version for name, tensor in mine.items()}
 
 
-@pytest.mark.parametrize("slow", [2, 3])
-def test_memory_is_not_written_while_a_reader_still_reads_it(slow: int) -> None:
-    """Rank 2 receives for its node; rank 3 only reads what rank 2 writes."""
-    run_ranks(4, read_slowly, SETUPS["nodes' memory, trained on one"], slow)
+def test_nothing_is_copied_onto_itself() -> None:
+    assert run_ranks(1, alias) == [(0, True)]
 
 
 def hang(setup: Setup, where: str) -> None:
-    job = start_job(stage_timeout=2, check_program=False)
-    targets, sync = memory(setup, job), make_sync(setup, job)
-    job.board.at("reshard")
-    if job.rank == 3:
-        job.board.timeout = 100  # the others are to find it
+    side = joined(setup, stage_timeout=2)
+    side.job.board.at("reshard")
+    if side.job.rank == 3:
+        side.job.board.timeout = 100  # the others are to find it
         time.sleep(100 if where == "before" else 0)
+        assert side.engine is not None
+        side.engine.during = lambda bucket: time.sleep(100)
     for version in range(2):
-        sync.run(
-            sources(setup, job.rank, version),
-            targets,
-            lambda: time.sleep(100 if where == "reading" and job.rank == 3 else 0),
-        )
-    job.close()
+        side.load(version)
+    side.job.close()
 
 
 @pytest.mark.parametrize("where", ["before", "reading"])
-@pytest.mark.parametrize("name", ["own memory, disjoint", "nodes' memory, trained on one"])
+@pytest.mark.parametrize("name", ["own memory, disjoint", "nodes' memory, a chain"])
 def test_the_rank_that_holds_the_weights_up_is_named(name: str, where: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Others only send to rank 3, or tell it that it may read, and wait until it has taken or heard that."""
     with pytest.raises(RankFailed):
-        run_ranks(4, hang, SETUPS[name], where)
+        run_ranks(WORLD, hang, SETUPS[name], where)
     assert set(re.findall(r"rank (\d) has shown no sign of life", capfd.readouterr().err)) == {"3"}
+
+
+def die_in_the_middle(setup: Setup, victim: int) -> str:
+    """How the second load ends on a rank while another is killed in it. Where it returns, the weights are whole."""
+    side = joined(setup, SMALL)
+    side.load(0)
+    if side.job.rank == victim:
+        moves = iter(range(3))
+        move = side.sync._move
+
+        def move_or_die(*args: object) -> None:
+            if next(moves, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            move(*args)  # type: ignore[arg-type]
+
+        side.sync._move = move_or_die  # type: ignore[method-assign, assignment]
+    try:
+        side.load(1)
+    except RuntimeError:
+        return "raised"
+    side.check(1)
+    return "returned"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_within_a_load_leaves_nobody_with_a_committed_mixture(victim: int) -> None:
+    """On every engine's rank `run` raises, so that nothing is committed there, unless the weights are all there."""
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(WORLD, die_in_the_middle, SETUPS["nodes' memory, a chain"], victim)
+    assert failed.value.tracebacks.keys() == {victim}
+    assert "exit status -9" in failed.value.tracebacks[victim]

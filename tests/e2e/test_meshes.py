@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from scripts.make_tiny_model import make_tiny_model
 from tests.support.runs import MESHES, Task, mesh_of, run
 from verl.config import AdvantageEstimator, LossAggregation
 from verl.monitor.timeline import overlap, read_timeline
@@ -70,6 +73,25 @@ def test_grpo_without_critic_is_alike_on_one_rank_and_on_two(mode: LossAggregati
         tolerance = 1e-5 if line["step"] == 1 else 1e-3
         for name in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm"):
             assert line[name] == pytest.approx(other[name], rel=tolerance, abs=1e-7), name
+
+
+def test_experts_are_trained_and_rolled_out_alike_on_one_rank_and_on_two(task: Task, tmp_path: Path) -> None:
+    """transformers joins a layer's experts into one parameter; the rollout is told of each by its name in the files."""
+    folder = make_tiny_model(tmp_path / "experts", "qwen3_moe", num_layers=2)
+    changes = {"model__path": str(folder), "trainer__export_final": True}
+    expected = run(task.config("experts alone", **changes), mesh_of(everywhere(1)), 1)
+    lines = run(task.config("experts on two", **changes), mesh_of(everywhere(2)), 2)
+    for line, other in zip(lines, expected, strict=True):
+        tolerance = 1e-5 if line["step"] == 1 else 1e-3
+        for name in ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/score/mean"):
+            assert line[name] == pytest.approx(other[name], rel=tolerance, abs=1e-7), name
+    before, after = (stored(path) for path in (folder, task.folder / "runs" / "experts on two" / "hf"))
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name].bfloat16(), after[name]) for name in before if "experts" in name)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
 
 
 def test_roles_on_their_own_devices_work_at_the_same_time(task: Task) -> None:

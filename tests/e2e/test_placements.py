@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import MESHES, Task, mesh_of, run
+from tests.support.runs import MESHES, SPLIT_MESHES, Task, mesh_of, run
+from verl.mesh.spec import MeshSpec
 
 LOSSES = (
     "actor/pg_loss",
@@ -18,9 +19,18 @@ LOSSES = (
     "critic/grad_norm",
     "critic/score/mean",
 )
-OTHERS = [name for name in MESHES if name != "one process"]
+OTHERS = [name for name in (*MESHES, *SPLIT_MESHES) if name != "one process"]
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+
+def layout(name: str) -> tuple[int, MeshSpec]:
+    """(ranks, mesh)"""
+    if name in MESHES:
+        ranks, devices = MESHES[name]
+        return ranks, mesh_of(devices)
+    ranks, devices, split = SPLIT_MESHES[name]
+    return ranks, mesh_of(devices, split)
 
 
 @pytest.fixture(scope="module")
@@ -31,18 +41,18 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 @pytest.fixture(scope="module")
 def alone(task: Task) -> list[dict[str, Any]]:
     """One process, five steps, its responses recorded."""
-    ranks, devices = MESHES["one process"]
+    ranks, mesh = layout("one process")
     config = task.config("alone", trainer__total_training_steps=5, debug__record_rollouts=str(task.folder / "recorded"))
-    return run(config, mesh_of(devices), ranks)
+    return run(config, mesh, ranks)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_replayed_responses_give_the_losses_of_one_process(name: str, task: Task, alone: list[dict[str, Any]]) -> None:
-    ranks, devices = MESHES[name]
+    ranks, mesh = layout(name)
     config = task.config(
         f"replay {name}", trainer__total_training_steps=5, debug__replay_rollouts=str(task.folder / "recorded")
     )
-    lines = run(config, mesh_of(devices), ranks)
+    lines = run(config, mesh, ranks)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     for line, expected in zip(lines, alone, strict=True):
         tolerance = 1e-5 if line["step"] == 1 else 1e-3
@@ -52,11 +62,11 @@ def test_replayed_responses_give_the_losses_of_one_process(name: str, task: Task
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_placement_samples_the_tokens_of_one_process(name: str, task: Task, alone: list[dict[str, Any]]) -> None:
-    ranks, devices = MESHES[name]
+    ranks, mesh = layout(name)
     folder = task.folder / f"recorded {name}"
     run(
         task.config(f"sampled {name}", trainer__total_training_steps=3, debug__record_rollouts=str(folder)),
-        mesh_of(devices),
+        mesh,
         ranks,
     )
     drawn, expected = samples(folder), samples(task.folder / "recorded")

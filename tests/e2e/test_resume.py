@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.runs import MESHES, Task, mesh_of, run
+from tests.support.runs import MESHES, SPLIT_MESHES, Split, Task, mesh_of, run
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -27,10 +27,15 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize("mesh", ["one process", "rank 0 idle"])
+@pytest.mark.parametrize("mesh", ["one process", "rank 0 idle", "two stages of two"])
 def test_resumed_equals_undisturbed(mesh: str, tmp_path: Path) -> None:
     task = Task.make(tmp_path)
-    ranks, devices = MESHES[mesh]
+    split: Split | None = None
+    if mesh in MESHES:
+        ranks, devices = MESHES[mesh]
+    else:
+        ranks, devices, split = SPLIT_MESHES[mesh]
+    spec = mesh_of(devices, split)
     common = {
         "data__val_files": [str(tmp_path / "val.jsonl")],
         "trainer__test_freq": 2,
@@ -38,17 +43,13 @@ def test_resumed_equals_undisturbed(mesh: str, tmp_path: Path) -> None:
         "actor__optim__lr_warmup_steps": 5,
         "algorithm__kl_ctrl__type": "adaptive",
     }
-    whole = run(task.config("whole", trainer__total_training_steps=6, **common), mesh_of(devices), ranks)
-    first = run(
-        task.config("parts", trainer__total_training_steps=6, trainer__save_freq=2, **common), mesh_of(devices), ranks
-    )
+    whole = run(task.config("whole", trainer__total_training_steps=6, **common), spec, ranks)
+    first = run(task.config("parts", trainer__total_training_steps=6, trainer__save_freq=2, **common), spec, ranks)
     # an attempt that died after step 4 was saved, in the middle of what came after
     parts = tmp_path / "runs" / "parts"
     for later in parts.glob("checkpoints/step_6"):
         later.rename(parts / "gone")
-    resumed = run(
-        task.config("parts", trainer__total_training_steps=6, trainer__save_freq=2, **common), mesh_of(devices), ranks
-    )
+    resumed = run(task.config("parts", trainer__total_training_steps=6, trainer__save_freq=2, **common), spec, ranks)
     kept = [line["time"] for line in first if line["step"] <= 4]
     assert [line["time"] for line in resumed][: len(kept)] == kept, "steps that were done were done again"
     assert [line["step"] for line in resumed] == [line["step"] for line in whole]

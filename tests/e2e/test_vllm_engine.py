@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.vllm_rig import GREEDY, VOCABULARY, Rig, nucleus_logprobs, perturb, start_engine, tiny_llama
+from tests.support.vllm_rig import GREEDY, VOCABULARY, Rig, nucleus_logprobs, perturb, start_rig, tiny_llama
 from verl.generation.types import Request, Sampling
 from verl.generation.vllm.engine import EngineError, VllmEngine
 from verl.generation.vllm.probe import probe
@@ -34,7 +35,7 @@ LONG_PROMPT = [1] + [(37 * i) % 400 + 100 for i in range(300)]
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("tied")
     model = tiny_llama(folder, tied=True)
-    rig = Rig(model, start_engine(model, folder, folder / "engine.log"))
+    rig = start_rig(model, folder, folder / "engine.log")
     rig.engine.wait_ready()
     rig.load()
     yield rig
@@ -46,10 +47,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     """Starts an engine that the test is going to break."""
     engines: list[VllmEngine] = []
 
-    def start(**kwargs: Any) -> Rig:
-        model = tiny_llama(tmp_path, tied=False)
-        engines.append(start_engine(model, tmp_path, tmp_path / "engine.log", **kwargs))
-        return Rig(model, engines[-1])
+    def start(tied: bool = False, **kwargs: Any) -> Rig:
+        model = tiny_llama(tmp_path, tied)
+        rig = start_rig(model, tmp_path, tmp_path / "engine.log", **kwargs)
+        engines.append(rig.engine)
+        return rig
 
     yield start
     for engine in engines:
@@ -63,16 +65,21 @@ def _assert_equals_hugging_face(rig: Rig, prompts: list[list[int]]) -> list[list
         expected = rig.logits(prompt, sample.token_ids).log_softmax(-1)
         expected = expected.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
+        assert sample.version == rig.version
     return [sample.token_ids for sample in samples]
 
 
 def _assert_follows_new_weights(rig: Rig) -> None:
-    before = _assert_equals_hugging_face(rig, PROMPTS)
-    perturb(rig.model, seed=1)
+    """All of them; then those of the embedding alone, which a tied head must follow; then none."""
+    seen = [_assert_equals_hugging_face(rig, PROMPTS)]
+    for seed, only in [(1, ""), (2, "embed"), (3, "")]:
+        perturb(rig.model, seed, only)
+        rig.load()
+        seen.append(_assert_equals_hugging_face(rig, PROMPTS))
+        assert seen[-1] != seen[-2]
+        assert rig.engine.version == rig.version
     rig.load()
-    after = _assert_equals_hugging_face(rig, PROMPTS)
-    assert before != after
-    assert rig.engine.version == rig.version
+    assert _assert_equals_hugging_face(rig, PROMPTS) == seen[-1]
 
 
 def test_greedy_is_hugging_faces_before_and_after_new_weights(tied: Rig) -> None:
@@ -177,12 +184,13 @@ LONG = Sampling(1.0, 1.0, 0, 400, (), ignore_eos=True)
 
 
 def test_a_killed_engine_is_an_error_at_once(start: Callable[..., Rig]) -> None:
-    engine = start().engine
+    rig = start()
+    engine = rig.engine
     engine.wait_ready()
     requests = [Request(row, (1, 2, 3), seed=row) for row in range(4)]
     with pytest.raises(EngineError, match=r"rollout replica 3.* no weights"):
         engine.generate(requests, GREEDY)
-    engine.load(0)
+    rig.load()
     samples = engine.generate(requests, LONG)
     os.kill(engine.pid, signal.SIGKILL)
     started = time.monotonic()
@@ -195,14 +203,15 @@ def test_a_killed_engine_is_an_error_at_once(start: Callable[..., Rig]) -> None:
     assert "engine.log" in message
     assert "Successfully reset prefix cache" in message  # the log's end: what it did last
     with pytest.raises(EngineError, match="signal 9"):
-        engine.load(1)
+        rig.load()
     assert session_members(engine.pid) == []
 
 
 def test_a_hung_engine_is_an_error_after_the_limit(start: Callable[..., Rig]) -> None:
-    engine = start(stage_timeout=30.0).engine
+    rig = start(stage_timeout=30.0)
+    engine = rig.engine
     engine.wait_ready()
-    engine.load(0)
+    rig.load()
     engine._stage_timeout = 4.0
     samples = engine.generate([Request(0, (1, 2, 3), seed=0)], LONG)
     os.kill(engine.pid, signal.SIGSTOP)
@@ -223,13 +232,66 @@ def test_an_engine_that_cannot_start_says_why(start: Callable[..., Rig]) -> None
 
 
 def test_weights_with_a_gap_are_never_generated_with(start: Callable[..., Rig]) -> None:
-    engine = start(leave_out="model.layers.1.mlp.down_proj.weight").engine
+    rig = start(leave_out="model.layers.1.mlp.down_proj.weight")
+    engine = rig.engine
     engine.wait_ready()
-    with pytest.raises(EngineError, match=r"loading weights of version 0.*layers\.1\.mlp\.down_proj\.weight"):
-        engine.load(0)
+    with pytest.raises(EngineError, match=r"committing weights of version 1.*layers\.1\.mlp\.down_proj\.weight"):
+        rig.load()
     assert engine.version is None
     with pytest.raises(EngineError):
         engine.generate([Request(0, (1, 2, 3), seed=0)], GREEDY)
+
+
+def test_nothing_is_generated_with_a_mixture(tied: Rig) -> None:
+    """A load that has begun is seen to its end first."""
+    perturb(tied.model, seed=4)
+    tied.engine.begin_load()
+    assert len(tied.engine.memory.buckets) > 3
+    for number in range(len(tied.engine.memory.buckets)):
+        with pytest.raises(EngineError, match="no weights that may be used"):
+            tied.engine.generate([Request(0, (1, 2, 3), seed=0)], GREEDY)
+        tied.write(number)
+        tied.engine.take_bucket(number)
+        tied.engine.await_bucket()
+    tied.version += 1
+    tied.engine.commit(tied.version)
+    _assert_equals_hugging_face(tied, PROMPTS)
+
+
+def test_an_engine_killed_within_a_load_is_an_error_and_serves_nothing(start: Callable[..., Rig]) -> None:
+    rig = start()
+    rig.engine.wait_ready()
+    rig.load()
+    rig.engine.begin_load()
+    rig.write(0)
+    rig.engine.take_bucket(0)
+    rig.engine.await_bucket()
+    os.kill(rig.engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"ended while loading weights(.|\n)*signal 9, SIGKILL"):
+        rig.engine.take_bucket(1)
+        rig.engine.await_bucket()
+    assert rig.engine.version is None
+    with pytest.raises(EngineError, match="signal 9"):
+        rig.engine.generate([Request(0, (1, 2, 3), seed=0)], GREEDY)
+    assert session_members(rig.engine.pid) == []
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_vllms_own_reload_takes_buckets_too(tmp_path: Path, tied: bool) -> None:
+    """What GPUs and quantised models are loaded with."""
+    command = [sys.executable, "-m", "tests.support.vllm_reload", str(tmp_path), *(["tied"] if tied else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    loads = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(loads) == 3
+    for load in loads:
+        assert load["right"] and load["gap"] < 1e-4 and load["buckets"] > 3, load
+
+
+def test_two_workers_with_a_tied_head(start: Callable[..., Rig]) -> None:
+    rig = start(tied=True, tp=2)
+    rig.engine.wait_ready()
+    rig.load()
+    _assert_follows_new_weights(rig)
 
 
 def test_two_workers(start: Callable[..., Rig]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,10 +19,17 @@ from verl.model.packing import Sequences
 
 HEADS = {"actor": Head.lm, "critic": Head.token_value}
 
+Layout = Mapping[str, tuple[int, ...] | Placement]
+"""Role -> its place, or just its data-parallel ranks."""
 
-def make_engines(job: Job, layout: dict[str, tuple[int, ...]], models: dict[str, Path]) -> dict[str, TrainEngine]:
-    """The trained roles of `layout` (role -> ranks) that this rank serves, in float32."""
-    groups = make_groups([Placement(role, ranks) for role, ranks in layout.items()], job.rank, "cpu", job.timeout)
+
+def placed(layout: Layout) -> dict[str, Placement]:
+    return {role: at if isinstance(at, Placement) else Placement(role, at) for role, at in layout.items()}
+
+
+def make_engines(job: Job, layout: Layout, models: Mapping[str, Path]) -> dict[str, TrainEngine]:
+    """The trained roles of `layout` that this rank serves, in float32."""
+    groups = make_groups(list(placed(layout).values()), job.rank, "cpu", job.timeout)
     engines = {}
     for role, mine in groups.items():
         spec = EngineSpec(models[role], HEADS[role], True, torch.float32, seed=5, max_tokens_per_micro_batch=64)
@@ -30,25 +38,40 @@ def make_engines(job: Job, layout: dict[str, tuple[int, ...]], models: dict[str,
     return engines
 
 
-def train(engines: dict[str, TrainEngine], rank: int, num_steps: int) -> None:
-    """Steps on rows that depend on the rank and on the steps done before."""
+def train(engines: Mapping[str, TrainEngine], num_steps: int) -> None:
+    """Steps on rows that depend on the data-parallel index and on the steps done before."""
     for engine in engines.values():
         assert engine.optimizer is not None
+        index = engine.groups.mesh.get_local_rank("dp")
         for _ in range(num_steps):
-            draws = torch.Generator().manual_seed(100 * engine.optimizer.steps_done + rank)
+            draws = torch.Generator().manual_seed(100 * engine.optimizer.steps_done + index)
             ids = [torch.randint(3, 300, (2, 9), generator=draws) for _ in range(3)]
             rows = Sequences.responses([i[0] for i in ids], [i[1] for i in ids])
             engine.train_step(rows, range(3), lambda outputs, at: -outputs.values.mean())
 
 
 def learnt(engine: TrainEngine) -> dict[str, Tensor]:
-    """Parameters by Hugging Face name, AdamW's state by that name and its own. Collective on the engine's ranks."""
+    """Parameters by Hugging Face name, AdamW's state by that name and its own: those of this rank's pipeline stage.
+
+    Collective on the engine's ranks.
+    """
     assert engine.optimizer is not None
     whole = {}
     for name, parameter in hf_parameters(engine.model):
         whole[name] = _whole(parameter)
         state = engine.optimizer.adamw.state[parameter]
         whole |= {f"{name}/{key}": _whole(value) for key, value in state.items()}
+    return whole
+
+
+def merged(parts: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
+    """What all ranks say of each role. What several say must be the same."""
+    whole: dict[str, dict[str, Tensor]] = {}
+    for part in parts:
+        for role, tensors in part.items():
+            known = whole.setdefault(role, {})
+            assert all(torch.equal(known[name], tensor) for name, tensor in tensors.items() if name in known)
+            known |= tensors
     return whole
 
 

@@ -27,15 +27,21 @@ def main() -> None:
     if fault == "exit at start":
         sys.exit(7)
     channel.send(Message("ready"))
+    version = 0
     while (message := channel.receive()).kind != "quit":
         match message.kind:
-            case "load" if fault == "die in load":
+            case "take" if fault == "die in load":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "load" if fault == "raise in load":
+            case "take" if fault == "raise in load":
                 channel.send(Message("error", {"error": "KeyError: nobody knows this weight"}))
                 sys.exit(1)
-            case "load":
-                channel.send(Message("loaded"))
+            case "begin":
+                pass
+            case "take":
+                channel.send(Message("taken"))
+            case "commit":
+                version = message.fields["version"]
+                channel.send(Message("committed"))
             case "generate":
                 call, requests, _ = parse_generate(message)
                 for request in requests:
@@ -43,7 +49,8 @@ def main() -> None:
                     if fault == "stop in generate" and request.row == 1:
                         os.kill(os.getpid(), signal.SIGSTOP)
                     length = len(request.prompt_ids)
-                    sample = Sample(request.row, [request.row] * length, [-float(request.seed)] * length, ended=True)
+                    logprobs = [-float(request.seed)] * length
+                    sample = Sample(request.row, [request.row] * length, logprobs, ended=True, version=version)
                     channel.send(sample_message(call, sample))
             case "sleep" | "wake":
                 channel.send(Message({"sleep": "asleep", "wake": "awake"}[message.kind]))

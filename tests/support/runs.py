@@ -29,6 +29,43 @@ MESHES: dict[str, tuple[int, dict[str, list[int]]]] = {
 }
 """Name -> (ranks, devices of each role)."""
 
+Split = Mapping[str, Mapping[str, int]]
+"""Role -> what stands under its `parallelism`."""
+
+SPLIT_MESHES: dict[str, tuple[int, dict[str, list[int]], Split]] = {
+    "two stages": (
+        2,
+        {"actor": [0, 1], "critic": [1, 0], "reference": [0, 1], "rollout": [0, 1]},
+        {role: {"pipeline_parallel_size": 2} for role in ("actor", "critic", "reference")},
+    ),
+    "two stages of two": (
+        4,
+        {"actor": [0, 1, 2, 3], "critic": [3, 1, 2, 0], "reference": [2, 1], "rollout": [1, 3]},
+        {
+            "actor": {"pipeline_parallel_size": 2},
+            "critic": {"pipeline_parallel_size": 2},
+            "reference": {"pipeline_parallel_size": 2},
+        },
+    ),
+    "TP 2": (
+        2,
+        {"actor": [1, 0], "critic": [0, 1], "reference": [0, 1], "rollout": [0, 1]},
+        {role: {"tensor_parallel_size": 2} for role in ("actor", "critic", "reference")},
+    ),
+    "FSDP 2 x TP 2": (
+        4,
+        {"actor": [0, 2, 1, 3], "critic": [3, 1], "reference": [1, 2], "rollout": [0, 3]},
+        {"actor": {"tensor_parallel_size": 2}, "critic": {"tensor_parallel_size": 2}},
+    ),
+    "two stages of TP 2": (
+        4,
+        {"actor": [0, 1, 2, 3], "critic": [2, 3, 0, 1], "reference": [3], "reward": [1, 0], "rollout": [1, 2]},
+        {role: {"pipeline_parallel_size": 2, "tensor_parallel_size": 2} for role in ("actor", "critic")}
+        | {"reward": {"tensor_parallel_size": 2}},
+    ),
+}
+"""Name -> (ranks, devices of each role, how the roles are split)."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -83,9 +120,11 @@ class Task:
         return config
 
 
-def mesh_of(devices: Mapping[str, list[int]], **rollout: Any) -> MeshSpec:
+def mesh_of(devices: Mapping[str, list[int]], split: Split | None = None, **rollout: Any) -> MeshSpec:
     """All roles in float32; the rollout by the torch backend."""
     entries: dict[str, dict[str, Any]] = {role: {"devices": list(d), "dtype": "float32"} for role, d in devices.items()}
+    for role, parallelism in (split or {}).items():
+        entries[role]["parallelism"] = dict(parallelism)
     entries["rollout"] |= {"backend": "torch", **rollout}
     return parse_value(entries, "test")
 

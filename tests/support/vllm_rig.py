@@ -20,8 +20,10 @@ from verl.generation.types import Request, Sample, Sampling
 from verl.generation.vllm.buffer import WeightBuffer
 from verl.generation.vllm.engine import VllmEngine
 from verl.generation.vllm.options import VllmOptions
+from verl.reshard.buckets import cut_buckets
 
-VOCABULARY = 512
+VOCABULARY = 500
+"""vLLM pads it to 512."""
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_tokens=16, stop_token_ids=(), ignore_eos=True)
 
 
@@ -37,25 +39,38 @@ def tiny_llama(folder: Path, tied: bool) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def perturb(model: LlamaForCausalLM, seed: int) -> None:
+def perturb(model: LlamaForCausalLM, seed: int, only: str = "") -> None:
+    """New values for the parameters that have `only` in their names."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.5 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters():
+            if only in name:
+                parameter += 0.5 * parameter.std() * torch.randn(parameter.shape, generator=generator)
 
 
 @dataclass
 class Rig:
     model: LlamaForCausalLM
     engine: VllmEngine
-    version: int = -1
+    version: int = 0
 
     def load(self) -> None:
+        """As a rank does that trains alone: a bucket is written while the engine takes the one before."""
         self.version += 1
+        self.engine.begin_load()
+        for number in range(len(self.engine.memory.buckets)):
+            if number >= self.engine.memory.slots:
+                self.engine.await_bucket()
+            self.write(number)
+            self.engine.take_bucket(number)
+        for _ in range(min(self.engine.memory.slots, len(self.engine.memory.buckets))):
+            self.engine.await_bucket()
+        self.engine.commit(self.version)
+
+    def write(self, bucket: int) -> None:
         parameters = dict(self.model.named_parameters())
-        for name, destination in self.engine.weights().items():
+        for name, destination in self.engine.memory.tensors(bucket).items():
             destination.copy_(parameters[name].detach())
-        self.engine.load(self.version)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int = 0) -> list[Sample]:
         """In row order; row r has seed `seed + r`."""
@@ -75,7 +90,7 @@ class Rig:
         return self.model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
 
 
-def start_engine(
+def start_rig(
     model: LlamaForCausalLM,
     folder: Path,
     log_path: Path,
@@ -83,22 +98,27 @@ def start_engine(
     tp: int = 1,
     stage_timeout: float = 120.0,
     leave_out: str | None = None,
+    bucket_bytes: int = 48 * 1024,
     **engine_kwargs: object,
-) -> VllmEngine:
-    layout = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters() if name != leave_out]
+) -> Rig:
+    """The engine's process is under way. Buckets are small: a layer's attention and its MLP are in different ones."""
+    parameters = {name: p for name, p in model.named_parameters() if name != leave_out}
+    buckets = cut_buckets({name: tuple(p.shape) for name, p in parameters.items()}, 4, bucket_bytes)
+    memory = WeightBuffer([[(name, tuple(parameters[name].shape), torch.float32) for name in b] for b in buckets], 2)
     options = VllmOptions(
         model_path=str(folder), dtype="float32", max_model_len=512, max_num_seqs=32, tensor_parallel_size=tp,
         engine_kwargs={"kv_cache_memory_bytes": 64 * 2**20, **engine_kwargs},
     )  # fmt: skip
-    return VllmEngine(
+    engine = VllmEngine(
         options,
-        WeightBuffer(layout),
+        memory,
         name="rollout replica 3",
         log_path=log_path,
         start_timeout=240.0,
         stage_timeout=stage_timeout,
         on_progress=lambda: None,
     )
+    return Rig(model, engine)
 
 
 def nucleus_logprobs(logits: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -112,7 +132,7 @@ def nucleus_logprobs(logits: Tensor, temperature: float, top_p: float) -> Tensor
 
 def main() -> None:
     folder, log_path, tp = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    engine = start_engine(tiny_llama(folder, tied=False), folder, log_path, tp=tp)
+    engine = start_rig(tiny_llama(folder, tied=False), folder, log_path, tp=tp).engine
     print(engine.pid, flush=True)
     engine.wait_ready()
     print("ready", flush=True)

@@ -34,12 +34,12 @@ from verl.cli.help import help_text
 from verl.cli.mesh_source import read_mesh
 from verl.cli.places import COMMAND_LINE, Places, read_text, shown
 from verl.cli.settings import fill, unknown
+from verl.cli.whole_lines import write_whole_lines
 from verl.config import PPOConfig, leaves
-from verl.errors import EXIT_CODE, ConfigError, UserError
+from verl.errors import EXIT_CODE, ConfigError, SharedError, UserError
 from verl.mesh.document import read
 from verl.mesh.resolve import collapse, refuse_one_process
 from verl.mesh.spec import MeshSpec
-from verl.mesh.unsupported import refuse_unsupported
 
 Train = Callable[[PPOConfig, MeshSpec], Any]
 
@@ -59,6 +59,7 @@ def run(train: Train, argv: Sequence[str]) -> int:
 
     A UserError is printed without a traceback, once on each node, and gives EXIT_CODE. Others come out as they are.
     """
+    write_whole_lines()
     try:
         _run(train, argv)
     except UserError as error:
@@ -66,7 +67,11 @@ def run(train: Train, argv: Sequence[str]) -> int:
             # The node's first process is about to say the same, and torchrun ends all others as soon as one ends. Only
             # what that one does not find out, such as a device that is missing here alone, is said by this one.
             time.sleep(OTHERS_WAIT_SECONDS)
-        print(error, file=sys.stderr)
+        print(error, file=sys.stderr, flush=True)
+        if not isinstance(error, SharedError) and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+            from verl.flow.meeting import refuse  # imports torch, which --help need not wait for
+
+            refuse(error.problems, os.environ)
         return EXIT_CODE
     return 0
 
@@ -80,6 +85,25 @@ def load(argv: Sequence[str]) -> tuple[PPOConfig, MeshSpec]:
     loaded: list[tuple[PPOConfig, MeshSpec]] = []
     _compose(arguments, lambda settings: loaded.append(_checked(settings, arguments)))
     return loaded[0]
+
+
+def read_settings(argv: Sequence[str]) -> PPOConfig:
+    """The settings of a command line, of which required ones may be missing; nothing is held against anything.
+
+    Raises ConfigError for names and types that are wrong.
+    """
+    found: list[PPOConfig] = []
+
+    def take(settings: DictConfig) -> None:
+        filled = _filled(settings, _places())
+        for name in OmegaConf.missing_keys(filled):
+            OmegaConf.update(filled, name, "")
+        config = OmegaConf.to_object(filled)
+        assert isinstance(config, PPOConfig)
+        found.append(config)
+
+    _compose(_one_run(sort_arguments(argv)), take)
+    return found[0]
 
 
 def _run(train: Train, argv: Sequence[str]) -> None:
@@ -167,7 +191,6 @@ def _checked(settings: DictConfig, arguments: Arguments) -> tuple[PPOConfig, Mes
     assert isinstance(config, PPOConfig)
     if config.debug.collapse_mesh:
         mesh = collapse(mesh)
-    refuse_unsupported(mesh)
     wrong = problems(config, {role: entry.data_parallel_size for role, entry in mesh.roles.items()})
     if wrong:
         raise ConfigError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from verl.engine.checkpoint import COMPANIONS
 from verl.engine.hf_folder import MAX_FILE_BYTES, HFFolder, plan_files
@@ -16,7 +17,8 @@ from verl.engine.shards import MODEL, Reader
 from verl.engine.train_engine import TrainEngine
 from verl.errors import UserError
 from verl.flow.board import Board
-from verl.model.load import hf_parameters
+from verl.model.load import hf_parameters, whole_tensor
+from verl.model.pieces import pieces
 
 
 def export_hf(
@@ -35,18 +37,23 @@ def export_hf(
     is left out, as in transformers. `replace`: an older `out` goes once the new one is whole; else UserError.
     """
     ranks = dist.get_process_group_ranks(engine.groups.everyone)
-    parameters = dict(hf_parameters(engine.model))
-    files = plan_files({name: p.numel() * dtype.itemsize for name, p in parameters.items()}, max_file_bytes)
+    others = [rank for rank in ranks if rank != board.rank]
+    with board.waiting(others, "its part of an export"):
+        gathering = _Gathering(engine, dtype)
+    files = plan_files(
+        {name: shape.numel() * dtype.itemsize for name, shape in gathering.shapes.items()}, max_file_bytes
+    )
     folder = None
     if board.rank == ranks[0]:
-        folder = HFFolder(out, source_folder, tokenizer_folder, files, dtype, replace)
+        folder = HFFolder(out, source_folder, tokenizer_folder, _names(files, gathering.shapes), dtype, replace)
     for file, names in files.items():
         held: dict[str, Tensor] = {}
-        with board.waiting([rank for rank in ranks if rank != board.rank], f"its shards of {file}"):
+        with board.waiting(others, f"its shards of {file}"):
             for name in names:
-                whole = _gather(parameters[name], dtype)
+                whole = gathering.whole(name)
                 if folder is not None:
-                    held[name] = whole.cpu()
+                    assert whole is not None
+                    held |= _as_in_files(name, whole)
                 board.beat()
         if folder is not None:
             folder.write(file, held)
@@ -73,16 +80,73 @@ def export_checkpoint(
     if role not in found.manifest.meshes:
         raise UserError(f"{checkpoint} holds {', '.join(found.manifest.meshes)}, no '{role}'.")
     reader = Reader(checkpoint / role)
-    shapes = {name: entry.size for name, entry in reader.tensors().items() if name.startswith(MODEL)}
-    sizes = {name.removeprefix(MODEL): shape.numel() * dtype.itemsize for name, shape in shapes.items()}
-    files = plan_files(sizes, max_file_bytes)
-    folder = HFFolder(out, checkpoint / role / COMPANIONS, None, files, dtype, replace)
+    entries = reader.tensors()
+    named = {name.removeprefix(MODEL): entry.size for name, entry in entries.items() if name.startswith(MODEL)}
+    shapes = _in_order(named)
+    files = plan_files({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, max_file_bytes)
+    folder = HFFolder(out, checkpoint / role / COMPANIONS, None, _names(files, shapes), dtype, replace)
     for file, names in files.items():
-        folder.write(file, {name: reader.whole(MODEL + name).to(dtype) for name in names})
+        held: dict[str, Tensor] = {}
+        for name in names:
+            held |= _as_in_files(name, reader.whole(MODEL + name).to(dtype))
+        folder.write(file, held)
     folder.publish()
+
+
+class _Gathering:
+    """Whole tensors for the role's first rank, from the ranks of whichever pipeline stage has them. Collective."""
+
+    def __init__(self, engine: TrainEngine, dtype: torch.dtype) -> None:
+        self._group, self._dtype = engine.groups.everyone, dtype
+        self._here = dict(hf_parameters(engine.model))
+        said: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(said, {name: p.shape for name, p in self._here.items()}, group=self._group)
+        self.shapes = _in_order({name: shape for shapes in said for name, shape in shapes.items()})
+        """Of the whole model."""
+        self._speaker = {name: next(i for i, has in enumerate(said) if name in has) for name in self.shapes}
+        """The first rank of the group that has a part of it."""
+        self._speaks_for_us = next(i for i, has in enumerate(said) if has == said[dist.get_rank(self._group)])
+
+    def whole(self, name: str) -> Tensor | None:
+        """On the CPU of the group's first rank; None on others."""
+        rank, speaker = dist.get_rank(self._group), self._speaker[name]
+        gathered = None
+        if speaker == self._speaks_for_us:
+            gathered = _gather(self._here[name], self._dtype).cpu()
+        if speaker == 0:
+            return gathered if rank == 0 else None
+        if rank == speaker:
+            assert gathered is not None
+            dist.send(gathered, group=self._group, group_dst=0)
+        elif rank == 0:
+            received = torch.empty(self.shapes[name], dtype=self._dtype)
+            dist.recv(received, group=self._group, group_src=speaker)
+            return received
+        return None
+
+
+def _in_order(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """By name, numbers by their value: the order of ranks and of checkpoints depends on the mesh."""
+
+    def key(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+    return {name: shapes[name] for name in sorted(shapes, key=key)}
+
+
+def _names(files: Mapping[str, list[str]], shapes: Mapping[str, torch.Size]) -> dict[str, list[str]]:
+    """The names that the parameters of each file have in it."""
+    return {
+        file: [piece.name for name in names for piece in pieces(name, shapes[name])] for file, names in files.items()
+    }
+
+
+def _as_in_files(name: str, whole: Tensor) -> dict[str, Tensor]:
+    parts = {piece.name: whole[piece.index] for piece in pieces(name, whole.shape)}
+    # tensors of a file must not share their memory
+    return {name: whole} if len(parts) == 1 else {part: tensor.clone() for part, tensor in parts.items()}
 
 
 def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast first: half the bytes to move."""
-    cast = parameter.detach().to(dtype)
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast
+    return whole_tensor(parameter.detach().to(dtype))

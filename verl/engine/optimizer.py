@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from verl.config import OptimConfig, Schedule
-from verl.model.heads import HeadedModel
-from verl.model.load import hf_parameters
+from verl.model.load import hf_parameters, local_tensor
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -27,11 +28,34 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     return config.lr * (left if config.lr_scheduler is Schedule.linear else 0.5 * (1 - math.cos(math.pi * left)))
 
 
-class Optimizer:
-    """`step()` clips, updates and clears the gradients of a sharded model."""
+@dataclass(frozen=True)
+class Copied:
+    """A weight that several ranks hold alike, though they are not on one mesh: each of them has a part of its gradient,
+    and makes the same steps with their sum.
+    """
 
-    def __init__(self, model: HeadedModel, config: OptimConfig, total_steps: int) -> None:
-        self.config, self.total_steps = config, total_steps
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    """Those ranks."""
+
+    def add_up(self) -> None:
+        assert self.parameter.grad is not None
+        dist.all_reduce(local_tensor(self.parameter.grad), group=self.group)
+
+
+class Optimizer:
+    """`step()` clips, updates and clears the gradients of a model that the ranks of `everyone` share."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        total_steps: int,
+        everyone: dist.ProcessGroup,
+        copied: Copied | None = None,
+    ) -> None:
+        """`everyone`: a gloo group."""
+        self.config, self.total_steps, self._everyone, self._copied = config, total_steps, everyone, copied
         self.steps_done = 0
         self.parameters = [p for _, p in hf_parameters(model) if p.requires_grad]
         # fused: one pass over memory instead of one for each operation
@@ -42,6 +66,8 @@ class Optimizer:
     def step(self) -> tuple[float, float]:
         """(global gradient norm before clipping, learning rate). A norm that is not finite skips the update."""
         rate = learning_rate(self.config, self.steps_done, self.total_steps)
+        if self._copied is not None:
+            self._copied.add_up()
         norm = self._clip()
         if math.isfinite(norm):
             for group in self.adamw.param_groups:
@@ -52,18 +78,38 @@ class Optimizer:
         return norm, rate
 
     def _clip(self) -> float:
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if self.config.clip_grad > 0:
-            torch.nn.utils.clip_grads_with_norm_(
-                self.parameters, self.config.clip_grad, _like_grads(norm, grads), foreach=True
-            )
-        return norm.item()
+        trained = [p for p in self.parameters if p.grad is not None]
+        total = torch.tensor(self._square_here(trained), dtype=torch.float64)
+        dist.all_reduce(total, group=self._everyone)
+        norm = math.sqrt(total)
+        if 0 < self.config.clip_grad < norm:
+            torch._foreach_mul_(_local_gradients(trained), self.config.clip_grad / norm)
+        return norm
+
+    def _square_here(self, trained: list[nn.Parameter]) -> float:
+        """This rank's share of the squared norm: what several ranks hold alike, each of them counts in part."""
+        if not trained:
+            return 0.0
+        norms = torch.stack(torch._foreach_norm(_local_gradients(trained))).double().cpu()
+        holders = torch.tensor([self._holders(p) for p in trained], dtype=torch.float64)
+        return float((norms.square() / holders).sum())
+
+    def _holders(self, parameter: nn.Parameter) -> int:
+        """Ranks with the same part of it."""
+        copies = 1
+        if self._copied is not None and parameter is self._copied.parameter:
+            copies = self._copied.group.size()
+        if not isinstance(parameter, DTensor):
+            return copies
+        return copies * math.prod(
+            parameter.device_mesh.size(axis)
+            for axis, placement in enumerate(parameter.placements)
+            if isinstance(placement, Replicate)
+        )
 
 
-def _like_grads(norm: Tensor, grads: list[Tensor]) -> Tensor:
-    return norm.to(grads[0].device) if grads else norm
+def _local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
 
 def _betas(config: OptimConfig) -> tuple[float, float]:

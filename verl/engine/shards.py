@@ -51,7 +51,10 @@ def load_engine(engine: TrainEngine, folder: Path, board: Board) -> None:
     """
     tensors = _tensors(engine)
     reader = Reader(folder)
-    _check_fits(engine, tensors, reader)
+    peers = [rank for rank in dist.get_process_group_ranks(engine.groups.everyone) if rank != board.rank]
+    with board.waiting(peers, f"its part of {folder.name}"):
+        shapes = _whole_shapes(engine, tensors)
+    _check_fits(engine, shapes, reader)
     with _Turns(board, engine.groups.everyone, f"its shards of {folder.name}") as turns:
         reader.turns = turns
         planner = _LoadPlanner(board.beat)
@@ -80,15 +83,23 @@ def _tensors(engine: TrainEngine) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_fits(engine: TrainEngine, tensors: dict[str, Tensor], reader: Reader) -> None:
+def _whole_shapes(engine: TrainEngine, tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of all pipeline stages, alike on all of the engine's ranks."""
+    said: list[Any] = [None] * engine.groups.everyone.size()
+    here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    dist.all_gather_object(said, here, group=engine.groups.everyone)
+    return {name: shape for shapes in said for name, shape in shapes.items()}
+
+
+def _check_fits(engine: TrainEngine, shapes: dict[str, tuple[int, ...]], reader: Reader) -> None:
     saved, model = reader.tensors(), engine.spec.folder
     problems = [
-        f"'{name}' has shape {tuple(saved[name].size)} in the checkpoint, but {tuple(tensor.shape)} in the model"
-        for name, tensor in tensors.items()
-        if name in saved and saved[name].size != tensor.shape
+        f"'{name}' has shape {tuple(saved[name].size)} in the checkpoint, but {shape} in the model"
+        for name, shape in shapes.items()
+        if name in saved and tuple(saved[name].size) != shape
     ]
-    problems += [f"'{name}' of the model is not in the checkpoint" for name in tensors if name not in saved]
-    strangers = [name for name in saved if name.startswith(MODEL) and name not in tensors]
+    problems += [f"'{name}' of the model is not in the checkpoint" for name in shapes if name not in saved]
+    strangers = [name for name in saved if name.startswith(MODEL) and name not in shapes]
     problems += [f"'{name}' of the checkpoint is not in the model" for name in strangers]
     if problems:
         raise UserError(

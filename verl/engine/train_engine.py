@@ -9,17 +9,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig
 
 from verl.config import OptimConfig
 from verl.engine.host_memory import keep_freed_memory
-from verl.engine.optimizer import Optimizer
+from verl.engine.optimizer import Copied, Optimizer
 from verl.flow.placement import Groups
-from verl.model.heads import Head, TokenOutputs
+from verl.model.heads import Head, HeadedModel, TokenOutputs
 from verl.model.load import attention, load_shards, materialise, meta_model, read_config
 from verl.model.packing import MicroBatch, Sequences, dummy_micro_batch, pack, plan_micro_batches
+from verl.parallel.idle import Idle
 from verl.parallel.parallelize import ParallelPlan, parallelize
+from verl.parallel.passes import Around, Passes, Straight
+from verl.parallel.pipeline import Pipelined
+from verl.parallel.stages import cut, stage_units
 
 Loss = Callable[[TokenOutputs, Tensor], Tensor]
 """(outputs of a micro-batch [k], where they stand in the rank's flat outputs [k]) -> its share of the global loss."""
@@ -38,86 +43,130 @@ class EngineSpec:
     logprob_chunk_tokens: int = 512
     trust_remote_code: bool = False
     reshard_after_forward: bool | None = None
-    """None: on a GPU, where memory is short; not on a CPU, where messages are dear."""
+    """None: on a GPU without a pipeline, where memory is short; not on a CPU, where messages are dear, nor on a stage,
+    whose micro-batches would each gather the parameters again."""
     activation_checkpointing: bool = False
     offload_activations: bool = False
+    virtual_stages: int = 1
+    """Parts of the model that a pipeline stage takes turns with."""
 
 
 class TrainEngine:
-    """A model sharded over a role's ranks. All of its methods are collective over them."""
+    """A model split over a role's ranks. All of its methods are collective over them."""
 
     def __init__(self, spec: EngineSpec, groups: Groups, device: torch.device, beat: Callable[[], None]) -> None:
         self.spec, self.groups, self.device, self._beat = spec, groups, device, beat
         if device.type == "cpu":
             keep_freed_memory()
-        kernel = attention(spec.attn_implementation, device)
+        config = read_config(spec.folder, spec.trust_remote_code)
+        kernel = attention(spec.attn_implementation, device, config)
         # flash attention keeps packed sequences apart by position; SDPA takes a dense mask, whose cost is time^2
         self._row_capacity = spec.max_tokens_per_micro_batch if kernel.startswith("flash") else None
-        config = read_config(spec.folder, spec.trust_remote_code)
-        stored = torch.float32 if spec.trained else spec.dtype
-        self.model = meta_model(config, spec.head, stored, kernel, spec.logprob_chunk_tokens, spec.trust_remote_code)
-        parallelize(self.model, groups.mesh, self._plan())
-        materialise(self.model, device)
-        load_shards(self.model, spec.folder, spec.seed, beat)
+        self._num_stages: int = groups.mesh["pp"].size()
+        self.parts = self._make_parts(config, kernel)
+        """What this rank has of the model, in the model's order: all of it, or a pipeline stage's part or parts."""
+        for part in self.parts:
+            parallelize(part, groups.mesh, self._plan())
+            materialise(part, device)
+            load_shards(part, spec.folder, spec.seed, beat)
+        self.model = nn.ModuleList(self.parts)
         self.model.train(spec.trained)
         self.model.requires_grad_(spec.trained)
+        self._passes = self._make_passes()
         self.optimizer: Optimizer | None = None
+        self.idle: Idle | None = None
+        """Of the last `train_step`, while gradients were made; None without a pipeline."""
 
     def add_optimizer(self, config: OptimConfig, total_steps: int) -> None:
         """`total_steps`: optimizer steps of the whole run, for the schedule."""
         assert self.spec.trained
-        self.optimizer = Optimizer(self.model, config, total_steps)
+        self.optimizer = Optimizer(self.model, config, total_steps, self.groups.everyone, self._copied())
 
-    @torch.no_grad()
-    def forward(self, sequences: Sequences, temperature: float = 1.0) -> TokenOutputs:
-        """The head's outputs for all of a rank's sequences, flat and in their order, on the CPU."""
+    def forward(self, sequences: Sequences, temperature: float = 1.0) -> TokenOutputs | None:
+        """The head's outputs for all of a rank's sequences, flat and in their order, on the CPU.
+
+        None on a pipeline stage without the head.
+        """
         values = torch.zeros(sequences.num_outputs, dtype=torch.float32)
         entropy = torch.zeros_like(values) if self.spec.head is Head.lm else None
-        for batch in self._micro_batches(sequences, range(len(sequences.ids))):
-            outputs = self.model(batch.to(self.device), temperature)
+
+        def take(outputs: TokenOutputs, batch: MicroBatch) -> None:
             values[batch.tokens] = outputs.values.cpu()
             if entropy is not None:
+                assert outputs.entropy is not None
                 entropy[batch.tokens] = outputs.entropy.cpu()
-            self._beat()
+
+        self._passes.forward(self._micro_batches(sequences, range(len(sequences.ids))), temperature, take)
         self._free()
-        return TokenOutputs(values, entropy)
+        return TokenOutputs(values, entropy) if self.parts[-1].ends_with_head else None
 
     def train_step(
         self, sequences: Sequences, rows: Sequence[int], loss: Loss, temperature: float = 1.0
     ) -> tuple[float, float]:
-        """One optimizer step on this rank's `rows`; (gradient norm, learning rate).
+        """One optimizer step on this rank's `rows`; (gradient norm, learning rate), the same on all ranks.
 
         `loss` gives each micro-batch's share of a loss that is normalised over the whole mini-batch of all ranks, so
-        shares and gradients are summed.
+        shares and gradients are summed. It is called where the head is: on a pipeline's last stage.
         """
         assert self.optimizer is not None
         batches = self._micro_batches(sequences, rows)
-        for number, batch in enumerate(batches):
-            self._sync_gradients(last=number == len(batches) - 1)
-            with self._activations():
-                outputs = self.model(batch.to(self.device), temperature)
-                loss(outputs, batch.tokens).backward()
-            self._beat()
+        self.idle = self._passes.train(batches, temperature, lambda outputs, batch: loss(outputs, batch.tokens))
         result = self.optimizer.step()
         self._beat()
         return result
 
+    def _make_parts(self, config: PretrainedConfig, kernel: str) -> list[HeadedModel]:
+        """On the meta device, cut down to this rank's stage."""
+        spec, stored = self.spec, torch.float32 if self.spec.trained else self.spec.dtype
+
+        def whole() -> HeadedModel:
+            chunk_tokens = spec.logprob_chunk_tokens
+            return meta_model(config, spec.head, stored, kernel, chunk_tokens, spec.trust_remote_code)
+
+        if self._num_stages == 1:
+            return [whole()]
+        parts = []
+        for units in stage_units(whole(), self._num_stages, spec.virtual_stages)[self.groups.mesh.get_local_rank("pp")]:
+            parts.append(whole())
+            cut(parts[-1], units)
+        return parts
+
+    def _copied(self) -> Copied | None:
+        """An embedding that is the language-model head, too: the first and the last stage each have it."""
+        if self.groups.ends is None or not self.parts[-1].hf.config.get_text_config().tie_word_embeddings:
+            return None
+        if self.spec.head is not Head.lm:
+            return None
+        last = self.parts[-1].ends_with_head
+        shared = self.parts[-1].output_embeddings if last else self.parts[0].hf.get_input_embeddings()
+        return Copied(shared.get_parameter("weight"), self.groups.ends)
+
+    def _make_passes(self) -> Passes:
+        around = Around(self.device, self._beat, self._activations, self._before_backward)
+        if self._num_stages == 1:
+            return Straight(self.parts[0], around)
+        return Pipelined(self.parts, self.groups.mesh.get_group("pp"), self.spec.dtype, around)
+
     def _micro_batches(self, sequences: Sequences, rows: Sequence[int]) -> list[MicroBatch]:
         """As many on every rank: the most that any rank needs, since each one is a collective."""
         rows = [r for r in rows if sequences.count[r]]
-        plan = plan_micro_batches(sequences.lengths, rows, self.spec.max_tokens_per_micro_batch, self._row_capacity)
-        most = torch.tensor([len(plan)])
+        tp = self.groups.mesh["tp"].size()  # ranks that share the time of a row out
+        plan = plan_micro_batches(sequences.lengths, rows, self.spec.max_tokens_per_micro_batch, self._row_capacity, tp)
+        most = torch.tensor([max(1, len(plan))])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.everyone)
-        batches = [pack(sequences, rows_of_batch) for rows_of_batch in plan]
-        return batches + [dummy_micro_batch()] * (max(1, int(most)) - len(plan))
+        # interleaved stages go through a model's parts with as many micro-batches at a time as there are stages
+        turn = self._num_stages if len(self.parts) > 1 else 1
+        count = -(-int(most) // turn) * turn
+        batches = [pack(sequences, rows_of_batch, tp) for rows_of_batch in plan]
+        return batches + [dummy_micro_batch(tp)] * (count - len(plan))
 
-    def _sync_gradients(self, last: bool) -> None:
+    def _before_backward(self, part: HeadedModel, last: bool) -> None:
         """Reduce gradients in the last micro-batch's backward only; parameters stay gathered until then if they may."""
-        assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(last)
-        self.model.set_is_last_backward(last)
+        assert isinstance(part, FSDPModule)
+        part.set_requires_gradient_sync(last)
+        part.set_is_last_backward(last)
         if not self._plan().reshard_after_forward:
-            self.model.set_reshard_after_backward(last)
+            part.set_reshard_after_backward(last)
 
     def _free(self) -> None:
         for module in self.model.modules():
@@ -131,8 +180,9 @@ class TrainEngine:
 
     def _plan(self) -> ParallelPlan:
         reshard = self.spec.reshard_after_forward
+        by_default = self.device.type == "cuda" and self._num_stages == 1
         return ParallelPlan(
             compute_dtype=self.spec.dtype,
-            reshard_after_forward=self.device.type == "cuda" if reshard is None else reshard,
+            reshard_after_forward=by_default if reshard is None else reshard,
             activation_checkpointing=self.spec.activation_checkpointing,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -125,6 +125,10 @@ class Column:
 class Record:
     """A batch: columns, and records of columns. A column that an algorithm does not need is None."""
 
+    MODEL_INPUTS: ClassVar[frozenset[str]] = frozenset()
+    """Columns by which a model's micro-batches are made: all stages of a pipeline need them. What is said of a model's
+    outputs is needed where those are."""
+
     def columns(self) -> Iterator[tuple[str, Column]]:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -132,6 +136,13 @@ class Record:
                 yield from ((f"{field.name}.{name}", column) for name, column in value.columns())
             elif value is not None:
                 yield field.name, value
+
+    def home(self, column: str, placement: Placement) -> Home:
+        """Where a role needs the column of this name, which is as in `columns`."""
+        outer, _, inner = column.partition(".")
+        if inner:
+            return getattr(self, outer).home(inner, placement)
+        return placement.inputs if column in self.MODEL_INPUTS else placement.outputs
 
     def with_columns(self, new: dict[str, Column]) -> Self:
         """The same record with other columns at these names; `responses.weight` is a column of a record inside."""
@@ -153,6 +164,8 @@ class Record:
 @dataclass(frozen=True)
 class Responses(Record):
     """What the rollout made. Row r is sample r mod n of prompt r // n."""
+
+    MODEL_INPUTS: ClassVar[frozenset[str]] = frozenset({"prompt_ids", "response_ids", "weight"})
 
     prompt_ids: Column
     """int64, ragged."""

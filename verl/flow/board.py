@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -24,6 +27,8 @@ LOOKS = 60
 """How often a watchdog looks at the ranks that it waits for while the limit passes."""
 EXIT_SECONDS = 10.0
 """What the clean-up may take when the watchdog ends the process."""
+REPORT_SECONDS = 3.0
+"""How long the ranks of a node wait for one another's reports before one of them ends torchrun."""
 
 
 class StalledError(RuntimeError):
@@ -62,17 +67,30 @@ class Board:
     since a blocking call of the main thread, or a store that is gone, must not stop the one or raise in the other.
     """
 
-    def __init__(self, rank: int, world: int, connect: Callable[[], dist.Store] | None, timeout: float) -> None:
-        """`connect` opens a connection to the job's store; None in a job of one process, which has nobody to tell."""
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        connect: Callable[[], dist.Store] | None,
+        timeout: float,
+        nodes: Sequence[str] = (),
+    ) -> None:
+        """`connect` opens a connection to the job's store; None in a job of one process, which has nobody to tell.
+
+        `nodes`: the node of each rank, for messages of a job of several nodes.
+        """
         self.rank, self.world, self.timeout = rank, world, timeout
         self.on_stall: list[Callable[[], None]] = []
         """Called before the process ends itself: stop the children."""
+        self._nodes = nodes
         self._entry = Entry(0, 0, time.time(), "start")
         self._seen: dict[tuple[int, str], tuple[int, float]] = {}
+        self._known: dict[int, Entry] = {}
+        self._rounds = 0
         self._stop = threading.Event()
         if connect:
-            watch = threading.Thread(target=self._watch, args=(connect(),), name="verl-watchdog", daemon=True)
-            watch.start()
+            threading.Thread(target=self._watch, args=(connect(),), name="verl-watchdog", daemon=True).start()
+            threading.Thread(target=self._guard, name="verl-watchdog-guard", daemon=True).start()
 
     def at(self, stage: str) -> None:
         """The main thread enters a stage."""
@@ -117,12 +135,28 @@ class Board:
                     fault = self._fault(store)
                     if fault is not None and not self._stop.is_set():
                         self._end(fault, store)
+                self._rounds += 1
             except dist.DistStoreError as error:
                 logger.warning("the job's store was slow to answer the watchdog, which looks again: %s", error)
             except dist.DistNetworkError as error:
                 if not self._stop.is_set():
                     logger.warning("the job's store is gone, so that nobody watches rank %d: %s", self.rank, error)
                 return
+
+    # -- the guard's thread: a call to a store whose host cannot be reached does not return ----------------------------
+
+    def _guard(self) -> None:
+        """Ends the process where the watchdog has got no answer for the limit. It counts its own steps, since a process
+        that was stopped has been given no time to get one."""
+        rounds, silent = -1, 0.0
+        while not self._stop.wait(WRITE_SECONDS):
+            silent = silent + WRITE_SECONDS if rounds == self._rounds else 0.0
+            rounds = self._rounds
+            if silent > self.timeout:
+                host = os.environ.get("MASTER_ADDR", "rank 0's node")
+                self._end(f"{self._name(self.rank)} has had no answer from the job's store on {host}", None)
+
+    # -- what is wrong, and the end ------------------------------------------------------------------------------------
 
     def _fault(self, store: dist.Store) -> str | None:
         """Who keeps this rank waiting, directly or through others, and has stood still for the limit. None: nobody."""
@@ -137,8 +171,8 @@ class Board:
         still = [r for r, entry in reached.items() if self._still(r, "beat", entry.beat)]
         culprits = stopped + [r for r in still if not reached[r].waits_for]
         if culprits:
-            waits = "" if culprits[0] == self.rank else f"rank {self.rank} waits, and "
-            return f"{waits}rank {culprits[0]} has shown no sign of life"
+            waits = "" if culprits[0] == self.rank else f"{self._name(self.rank)} waits, and "
+            return f"{waits}{self._name(culprits[0])} has shown no sign of life"
         if len(still) == len(reached):
             return f"ranks {_list(sorted(reached))} wait for each other, and none of them has moved"
         return None
@@ -155,29 +189,53 @@ class Board:
     def _read(self, rank: int, store: dist.Store) -> Entry:
         if rank == self.rank:
             return self._entry
-        return Entry.load(store.get(_key(rank))) if store.check([_key(rank)]) else NO_SIGN
+        self._known[rank] = Entry.load(store.get(_key(rank))) if store.check([_key(rank)]) else NO_SIGN
+        return self._known[rank]
 
-    def _end(self, fault: str, store: dist.Store) -> None:
-        """The main thread may hang in a wait that cannot be interrupted, so the process reports and leaves by force."""
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._nodes[rank]})" if self._nodes else f"rank {rank}"
+
+    def _end(self, fault: str, store: dist.Store | None) -> None:
+        """The main thread may hang in a wait that cannot be interrupted, so the process reports and leaves by force.
+
+        `store`: None where it does not answer. Then the other ranks are where they were last seen, if they were.
+        """
         now = time.time()
-        lines = [f"{fault} for trainer.stage_timeout = {self.timeout:g} s. Where every rank is:"]
+        last = "" if store else ", as far as it was seen"
+        lines = [f"{fault} for trainer.stage_timeout = {self.timeout:g} s. Where every rank is{last}:"]
         for rank in range(self.world):
-            entry = self._read(rank, store)
-            lines.append(f"  rank {rank}: {entry.stage}" + (f" (for {now - entry.time:.0f} s)" if entry.time else ""))
+            known = self._entry if rank == self.rank else self._known.get(rank, NO_SIGN)
+            entry = self._read(rank, store) if store else known
+            since = f" (for {now - entry.time:.0f} s)" if entry.time else ""
+            lines.append(f"  {self._name(rank)}: {entry.stage}{since}")
         try:
             raise StalledError("\n".join(lines))
         except StalledError as error:  # raised, since of what is recorded torchrun shows the traceback
             sys.stderr.write(f"verl: {error}\n")
             sys.stderr.flush()
             get_error_handler().record_exception(error)
-        by_force = threading.Timer(EXIT_SECONDS, os._exit, args=(1,))
+        leave = partial(_leave, launcher_too=store is None)
+        by_force = threading.Timer(EXIT_SECONDS, leave)
         by_force.daemon = True
         by_force.start()
         try:
             for stop in self.on_stall:
                 stop()
         finally:
-            os._exit(1)
+            leave()
+
+
+def _leave(launcher_too: bool) -> NoReturn:
+    """`launcher_too`: torchrun asks the same store about its peers, in a call that returns only when TCP gives up, a
+    quarter of an hour later. Until then it neither notices that its ranks are gone nor takes a signal."""
+    if launcher_too and "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = os.getppid()
+        time.sleep(REPORT_SECONDS)
+        if os.getppid() == launcher:
+            sys.stderr.write("verl: torchrun waits for that store too, and is ended with its ranks\n")
+            sys.stderr.flush()
+            os.kill(launcher, signal.SIGKILL)
+    os._exit(1)
 
 
 def _key(rank: int) -> str:

@@ -59,13 +59,13 @@ class Exchange:
         self._open: list[Arrival] = []
 
     def __call__(self, record: AnyRecord, to: Sequence[Placed | None]) -> AnyRecord:
-        """The same record, living on the input ranks of the roles in `to`; what lives there already stays as it is.
+        """The same record, living where the roles in `to` need it; what lives there already stays as it is.
 
         A role that the algorithm does without is None.
         """
-        wanted = tuple(role.placement.inputs for role in to if role is not None)
         moved: dict[str, Column] = {}
-        for (source, targets), columns in _by_way(record, wanted).items():
+        placements = [role.placement for role in to if role is not None]
+        for (source, targets), columns in _by_way(record, placements).items():
             moved |= self._move(source, columns, targets)
         return record.with_columns(moved)
 
@@ -218,10 +218,11 @@ def _held(column: Column, source: Home, rank: int, rows: range) -> Rows:
     return column.held(source.role).take(range(rows.start - start, rows.stop - start))
 
 
-def _by_way(record: Record, wanted: tuple[Home, ...]) -> dict[tuple[Home, tuple[Home, ...]], dict[str, Column]]:
+def _by_way(record: Record, readers: Sequence[Placement]) -> dict[tuple[Home, tuple[Home, ...]], dict[str, Column]]:
     """The columns that must move, by where they leave from (the home that made them) and where they are missing."""
     by_way: dict[tuple[Home, tuple[Home, ...]], dict[str, Column]] = {}
     for name, column in record.columns():
+        wanted = [record.home(name, placement) for placement in readers]
         missing = tuple(home for home in wanted if column.homes.get(home.role) != home)
         if missing:
             by_way.setdefault((next(iter(column.homes.values())), missing), {})[name] = column

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from verl.errors import SharedError, UserError
 from verl.flow.board import Board
 from verl.flow.exchange import Exchange
+from verl.flow.meeting import Meeting, node_name, store_factory
 from verl.flow.placement import make_world_group
 
 Result = TypeVar("Result")
@@ -53,8 +53,7 @@ class Job:
             result = do()
         except UserError as error:
             problems = list(error.problems)
-        node = os.environ.get("VERL_NODE_NAME") or socket.gethostname()
-        if found := _by_problem(self.everywhere((node, problems))):
+        if found := _by_problem(self.everywhere((node_name(os.environ), problems))):
             raise SharedError(*found)
         return cast(Result, result)
 
@@ -84,17 +83,24 @@ def _by_problem(said: Sequence[tuple[str, list[str]]]) -> list[str]:
     ]
 
 
-def start_job(stage_timeout: float, check_program: bool) -> Job:
-    """Join the job that torchrun started, or be a job of one process."""
+def start_job(
+    stage_timeout: float, check_program: bool, admit: Callable[[Meeting], Sequence[str]] = lambda meeting: ()
+) -> Job:
+    """Join the job that torchrun started, or be a job of one process.
+
+    `admit` meets the other ranks before there is a process group. It may raise what ends the job, and gives the node of
+    each rank where there are several.
+    """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    connect = store_factory(rank, world)
+    store = connect() if connect else dist.HashStore()
+    nodes = admit(Meeting(rank, world, store))
     device = _device(local_rank)
     timeout = timedelta(seconds=BACKSTOP_FACTOR * stage_timeout)
-    connect = _store_factory(rank, world)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = connect() if connect else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    board = Board(rank, world, connect, stage_timeout)
+    board = Board(rank, world, connect, stage_timeout, nodes)
     exchange = Exchange(rank, make_world_group("hand-over", timeout), board, check_program)
     return Job(rank, world, local_rank, device, board, exchange, timeout)
 
@@ -105,23 +111,3 @@ def _device(local_rank: int) -> torch.device:
     if local_rank < torch.cuda.device_count():  # if not, the mesh is held against what there is, and says so
         torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def _store_factory(rank: int, world: int) -> Callable[[], dist.Store] | None:
-    """Connections to the job's store, with keys of this attempt alone.
-
-    torchrun's store outlives a failed attempt, and a restarted rank would read the addresses of the dead one.
-    """
-    if world == 1:
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    first = dist.TCPStore(host, port, is_master=serve)
-    stores: list[dist.Store] = [first]
-
-    def connect() -> dist.Store:
-        store = stores.pop() if stores else dist.TCPStore(host, port, is_master=False)
-        return dist.PrefixStore(f"attempt_{attempt}", store)
-
-    return connect

@@ -107,6 +107,9 @@ class Groups:
     """All ranks of the role, gloo: objects, barriers, checkpoints."""
     rows: dist.ProcessGroup
     """The ranks at this rank's (pp, tp) place, one of each data-parallel index, gloo: sums over the batch."""
+    ends: dist.ProcessGroup | None
+    """The first and the last of several stages at this rank's (dp, tp) place, if it is on one of them: for a weight
+    that both have."""
 
 
 def make_groups(placements: Sequence[Placement], rank: int, device_type: str, timeout: timedelta) -> dict[str, Groups]:
@@ -120,13 +123,14 @@ def make_groups(placements: Sequence[Placement], rank: int, device_type: str, ti
         axes = [_axis_group(place.role, name, ranks, rank, timeout, None) for name in AXES]
         everyone = _new_group(place.ranks, f"{place.role}.all", timeout, "gloo")
         rows = _axis_group(place.role, "dp", ranks, rank, timeout, "gloo")
+        ends = _axis_group(place.role, "pp", ranks[[0, -1]], rank, timeout, None) if place.pp > 1 else None
         if rank in place.ranks:
             # made of groups in the listed order: DeviceMesh(tensor) would sort their ranks, and a shard would then land
             # at another rank's coordinate
             mine = [group for group in axes if group is not None]
             mesh = DeviceMesh.from_group(mine, device_type, mesh=ranks, mesh_dim_names=AXES)
             assert rows is not None
-            made[place.role] = Groups(mesh, everyone, rows)
+            made[place.role] = Groups(mesh, everyone, rows, ends)
     return made
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from torch import Tensor
-
 from verl.errors import UserError
 from verl.generation.types import Backend, Request, Sample, Sampling
 
@@ -20,11 +18,17 @@ class RecordingBackend:
         folder.mkdir(parents=True, exist_ok=True)
         self._inner, self._file = inner, (folder / f"samples_{leader}.jsonl").open("w")
 
-    def weights(self) -> dict[str, Tensor]:
-        return self._inner.weights()
+    def begin_load(self) -> None:
+        self._inner.begin_load()
 
-    def load(self, version: int) -> None:
-        self._inner.load(version)
+    def take_bucket(self, number: int) -> None:
+        self._inner.take_bucket(number)
+
+    def await_bucket(self) -> None:
+        self._inner.await_bucket()
+
+    def commit(self, version: int) -> None:
+        self._inner.commit(version)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
         seeds = {request.row: request.seed for request in requests}
@@ -50,10 +54,16 @@ class ReplayBackend:
         lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         self._samples = {line.pop("seed"): Sample(**line) for line in lines}
 
-    def weights(self) -> dict[str, Tensor]:
-        return {}
+    def begin_load(self) -> None:
+        """The samples are what they are."""
 
-    def load(self, version: int) -> None:
+    def take_bucket(self, number: int) -> None:
+        """No weights are read."""
+
+    def await_bucket(self) -> None:
+        """No weights are read."""
+
+    def commit(self, version: int) -> None:
         """The samples are what they are."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -42,17 +40,27 @@ class Sample:
     one, under the softmax of the logits as they are."""
     ended: bool
     """False where `max_tokens` cut it off."""
+    version: int = 0
+    """Of the weights that drew it; 0: a recording that does not say."""
 
 
 class Backend(Protocol):
     """One rollout replica."""
 
-    def weights(self) -> dict[str, Tensor]:
-        """The tensors that take new weights, whole, by Hugging Face parameter name; a tied head is left out."""
+    def begin_load(self) -> None:
+        """New weights follow: until `commit` the engine has none that may be used."""
         ...
 
-    def load(self, version: int) -> None:
-        """What was copied into `weights()` becomes what the engine runs; cached prefixes are dropped."""
+    def take_bucket(self, number: int) -> None:
+        """Begins to take in a bucket of weights that is whole in the node's memory, and returns."""
+        ...
+
+    def await_bucket(self) -> None:
+        """Returns when the engine has taken it in, so that it may be overwritten."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """All new weights are there: the engine runs them from now on. Cached prefixes are dropped."""
         ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:

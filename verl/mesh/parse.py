@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from verl.errors import MeshError
 from verl.mesh.document import Node, branch, read, shorten, wrap
@@ -11,6 +11,7 @@ from verl.mesh.spec import ROLES, MeshSpec
 
 _MOST_PROBLEMS = 50
 _COMMAND_LINE = "command line"
+_DEEPEST_NAME = 3  # actor.parallelism.tensor_parallel_size
 
 
 def parse(text: str, source: str, overrides: Sequence[str] = ()) -> MeshSpec:
@@ -48,7 +49,17 @@ def _spec(root: Node | None, source: str, overrides: Sequence[str], problems: li
         problems = [*problems[:_MOST_PROBLEMS], f"{source}: and {len(problems) - _MOST_PROBLEMS} problems more"]
     if problems:
         raise MeshError(*problems)
-    return MeshSpec(roles, source)
+    assert root is not None
+    return MeshSpec(roles, source, dict(_places(root, "", _DEEPEST_NAME)))
+
+
+def _places(node: Node, name: str, levels: int) -> Iterator[tuple[str, str]]:
+    """(dotted name, place) of everything that a mapping names."""
+    if isinstance(node.value, dict) and levels:
+        for key, entry in node.value.items():
+            path = f"{name}.{key}".lstrip(".")
+            yield path, entry.place
+            yield from _places(entry, path, levels - 1)
 
 
 def _overridden(root: Node | None, override: str, problems: list[str]) -> Node | None:

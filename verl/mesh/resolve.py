@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from verl.errors import MeshError
+from verl.mesh.devices import ALL
+from verl.mesh.roles import nearest, quotient
 from verl.mesh.spec import ROLES, Device, MeshSpec, Parallelism, RoleSpec, RolloutSpec
 
 _RENDEZVOUS = "--rdzv_backend=c10d --rdzv_endpoint={host}:29400 --rdzv_id=verl"
 _MOST_SHOWN = 16
+_MOST_SPELLED = 4
 
 
 @dataclass(frozen=True)
@@ -57,23 +61,35 @@ def resolve(spec: MeshSpec, processes: Sequence[Process], arguments: Sequence[st
         processes: all processes of the job, in any order.
         arguments: the command line after train_ppo.py, shown where the remedy is another launch.
     Returns:
-        Ranks by role. `reference` follows the actor where the mesh does not name it; other absent roles stay absent.
+        Ranks by role; `all` is every rank. `reference` follows the actor where the mesh does not name it; other absent
+        roles stay absent.
     Raises:
         MeshError: with everything that the mesh needs and the job lacks.
     """
-    assert len({process.rank for process in processes}) == len(processes) > 0
     if len(processes) == 1:
         refuse_one_process(spec, arguments)
-    job = _Job(processes, wanted=_num_processes(spec))
-    if len(job.nodes) > 1:
-        _refuse_plain_indices(spec, job)
+    return locate(spec, processes)
+
+
+def locate(spec: MeshSpec, processes: Sequence[Process]) -> dict[str, tuple[int, ...]]:
+    """`resolve` for a job that need not be this one: nothing is said of how to start it."""
+    assert len({process.rank for process in processes}) == len(processes) > 0
+    job = _Job(processes, wanted=num_processes(spec))
+    plain = _plain_indices(spec, job) if len(job.nodes) > 1 else []
+    if plain:
+        raise MeshError(*plain)
     found = {device: job.find(device) for entry in spec.roles.values() for device in entry.devices}
     lacking = {device: reason for device, reason in found.items() if isinstance(reason, str)}
-    if lacking:
-        raise MeshError(_shortfall(spec, lacking, job))
     located = {device: process for device, process in found.items() if isinstance(process, Process)}
-    _check_use(spec, located, job)
-    ranks = {role: tuple(located[device].rank for device in entry.devices) for role, entry in spec.roles.items()}
+    everyone = tuple(sorted(process.rank for process in processes))
+    problems = [_shortfall(spec, lacking, job)] if lacking else []
+    problems += [*_misuse(spec, located, job), *_uneven_all(spec, len(everyone))]
+    if problems:
+        raise MeshError(*problems)
+    ranks = {
+        role: everyone if entry.everywhere else tuple(located[device].rank for device in entry.devices)
+        for role, entry in spec.roles.items()
+    }
     ranks.setdefault("reference", ranks["actor"])
     return {role: ranks[role] for role in ROLES if role in ranks}
 
@@ -101,17 +117,23 @@ def refuse_one_process(spec: MeshSpec, arguments: Sequence[str] = ()) -> None:
 
 def launch_line(spec: MeshSpec, arguments: Sequence[str] = ()) -> str:
     """How torchrun starts the job that a mesh needs, as an instruction with the exact line."""
-    nodes = list(dict.fromkeys(device.node for entry in spec.roles.values() for device in entry.devices))
-    script = f"--nproc_per_node={_num_processes(spec)} train_ppo.py {shlex.join(arguments) or '...'}"
-    if len(nodes) == 1:
+    nodes = node_names(spec)
+    script = f"--nproc_per_node={num_processes(spec)} train_ppo.py {shlex.join(arguments) or '...'}"
+    if len(nodes) <= 1:
         return f"Start it with\n  torchrun --standalone {script}"
     rendezvous = _RENDEZVOUS.format(host=nodes[0])
     return f"Start it on each of the {len(nodes)} nodes with\n  torchrun --nnodes={len(nodes)} {rendezvous} {script}"
 
 
-def _num_processes(spec: MeshSpec) -> int:
-    """Processes that a mesh needs on each node."""
-    return 1 + max(device.index for entry in spec.roles.values() for device in entry.devices)
+def node_names(spec: MeshSpec) -> list[str]:
+    """The nodes that a mesh names, in the order in which it does; none for a mesh of plain indices."""
+    devices = [device for entry in spec.roles.values() for device in entry.devices]
+    return list(dict.fromkeys(device.node for device in devices if device.node is not None))
+
+
+def num_processes(spec: MeshSpec) -> int:
+    """Processes that a mesh needs on each node; 1 for a mesh that only says `all`."""
+    return 1 + max((device.index for entry in spec.roles.values() for device in entry.devices), default=0)
 
 
 class _Job:
@@ -140,8 +162,12 @@ class _Job:
         """The process of a device, or why there is none and what to do."""
         bearers = {next(iter(self.nodes))} if device.node is None else self._bearers.get(device.node.lower(), set())
         if not bearers:
+            assert device.node is not None
+            # of node1 and node2 neither is a slip of the pen for the other
+            stem = _stem(device.node)
+            known = nearest(device.node.lower(), [name for name in self._bearers if _stem(name) != stem])
             remedy = f"write a name that the job has, or start a node with VERL_NODE_NAME={device.node}"
-            return f"no node bears the name {device.node}: {remedy}"
+            return f"no node bears the name {device.node}{known or ':'} {remedy}"
         if len(bearers) > 1:
             return f"{len(bearers)} nodes bear the name {device.node}: start each with a VERL_NODE_NAME of its own"
         (node_rank,) = bearers
@@ -161,34 +187,35 @@ def _shortfall(spec: MeshSpec, lacking: Mapping[Device, str], job: _Job) -> str:
     lines = [f"{spec.source}: mesh needs devices {_list(lacking)}; job has {has}"]
     for reason in dict.fromkeys(lacking.values()):
         devices = {device for device in lacking if lacking[device] == reason}
-        roles = [role for role, entry in spec.roles.items() if devices.intersection(entry.devices)]
-        lines.append(f"  {_list(devices)} ({', '.join(roles)}): {reason}")
+        users = [_at(spec, role) for role, entry in spec.roles.items() if devices.intersection(entry.devices)]
+        lines.append(f"  {_list(devices)} ({', '.join(users)}): {reason}")
     return "\n".join(lines)
 
 
-def _refuse_plain_indices(spec: MeshSpec, job: _Job) -> None:
+def _plain_indices(spec: MeshSpec, job: _Job) -> list[str]:
     first = job.name(min(job.nodes))
     problems: list[str] = []
     for role, entry in spec.roles.items():
         if any(device.node is None for device in entry.devices):
-            spelled = ", ".join(f'"{first}:{device.index}"' for device in entry.devices)
+            spelled = ", ".join(f'"{first}:{device.index}"' for device in entry.devices[:_MOST_SPELLED])
+            spelled += ", ..." if len(entry.devices) > _MOST_SPELLED else ""
             problems.append(
-                f"{spec.source}: {role}.devices: an index alone is ambiguous in a job of {len(job.nodes)} nodes; "
-                f"name the node too, for example [{spelled}]"
+                f"{spec.place(f'{role}.devices')}: {role}.devices: an index alone is ambiguous in a job of "
+                f"{len(job.nodes)} nodes; name the node too, for example [{spelled}]"
             )
-    if problems:
-        raise MeshError(*problems)
+    return problems
 
 
-def _check_use(spec: MeshSpec, located: Mapping[Device, Process], job: _Job) -> None:
-    """No role has a device twice under two names, and every process in use sees its device."""
+def _misuse(spec: MeshSpec, located: Mapping[Device, Process], job: _Job) -> list[str]:
+    """Devices that a role names twice by two names, and processes in use that do not see their device."""
     problems: list[str] = []
     for role, entry in spec.roles.items():
         first: dict[int, Device] = {}
         for device in entry.devices:
-            other = first.setdefault(located[device].rank, device)
+            other = first.setdefault(located[device].rank, device) if device in located else device
             if other != device:
-                problems.append(f"{spec.source}: {role}.devices: {other} and {device} are one device; name it once")
+                place = spec.place(f"{role}.devices")
+                problems.append(f"{place}: {role}.devices: {other} and {device} are one device; name it once")
     for process in dict.fromkeys(located.values()):
         if process.local_rank >= process.num_devices:
             problems.append(
@@ -196,13 +223,43 @@ def _check_use(spec: MeshSpec, located: Mapping[Device, Process], job: _Job) -> 
                 f"{_plural(process.num_devices, 'device')}, and the mesh gives it number {process.local_rank}; "
                 "start all processes of a node with one CUDA_VISIBLE_DEVICES that lists all its devices"
             )
-    if problems:
-        raise MeshError(*problems)
+    return problems
+
+
+def _uneven_all(spec: MeshSpec, count: int) -> list[str]:
+    """What could not be checked of `all` before its devices were counted."""
+    problems: list[str] = []
+    for role, entry in spec.roles.items():
+        size = entry.tensor_parallel_size * entry.pipeline_parallel_size
+        here = f"{spec.place(f'{role}.devices')}: {role}.devices: {ALL} is {_plural(count, 'device')} here, and"
+        if not entry.everywhere:
+            continue
+        if count % size:
+            problems.append(
+                f"{here} {quotient(entry, count)} is not whole; list a multiple of {size} devices, or change the sizes"
+            )
+        elif role != "rollout" and not entry.parallelism.fsdp and count > size:
+            problems.append(
+                f"{here} parallelism.fsdp: false needs a data-parallel degree of 1, where {quotient(entry, count)} is "
+                f"{count // size}; set fsdp: true, or list fewer devices"
+            )
+    return problems
 
 
 def _on_device_0(entry: RoleSpec) -> RoleSpec:
     fsdp = entry.parallelism.fsdp and not isinstance(entry, RolloutSpec)
-    return replace(entry, devices=(Device(None, 0),), parallelism=Parallelism(fsdp=fsdp))
+    return replace(entry, devices=(Device(None, 0),), parallelism=Parallelism(fsdp=fsdp), everywhere=False)
+
+
+def _at(spec: MeshSpec, role: str) -> str:
+    """A role with the line of its devices, where that is known."""
+    place = spec.place(f"{role}.devices")
+    return role if place == spec.source else f"{role} at {place.replace(f'{spec.source}:', 'line ')}"
+
+
+def _stem(node: str) -> str:
+    """A node's name without its numbers."""
+    return re.sub("[0-9]", "", node.lower())
 
 
 def _list(devices: Iterable[Device]) -> str:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from verl.mesh.devices import read_devices
+from verl.mesh.devices import is_all, read_devices
 from verl.mesh.document import Node, shorten
 from verl.mesh.spec import ROLES, HybridEngine, Parallelism, RoleSpec, RolloutSpec
 
@@ -30,7 +30,7 @@ _ROLE_KEYS = {
     "reward": _TRAINING_KEYS,
     "rollout": _ROLLOUT_KEYS,
 }
-_PARALLELISM_KEYS = ("fsdp", "tensor_parallel_size", "pipeline_parallel_size")
+_PARALLELISM_KEYS = ("fsdp", "tensor_parallel_size", "pipeline_parallel_size", "virtual_stages")
 _HYBRID_KEYS = {
     "actor": ("enable", "activation_checkpointing", "offload_activations"),
     "critic": ("activation_checkpointing", "offload_activations"),
@@ -114,20 +114,29 @@ class _Reader:
             fsdp=self._flag(degrees, "fsdp", path, Parallelism.fsdp),
             tensor_parallel_size=self._count(degrees, "tensor_parallel_size", path, 1),
             pipeline_parallel_size=self._count(degrees, "pipeline_parallel_size", path, 1),
+            virtual_stages=self._count(degrees, "virtual_stages", path, 1),
         )
+        if parallelism.virtual_stages > 1 and parallelism.pipeline_parallel_size == 1:
+            self.complain(
+                degrees["virtual_stages"],
+                f"{path}.virtual_stages",
+                f"{parallelism.virtual_stages} parts of each pipeline stage, and there is one stage; set "
+                "pipeline_parallel_size to 2 or more, or take virtual_stages out",
+            )
         spec = RoleSpec(
             devices,
             parallelism,
             self._choice(entries, "dtype", role, DTYPES, None),
             self._hybrid_engine(role, entries, degrees),
+            everywhere=is_all(entries),
         )
         self._check_degrees(spec, role, node)
         if not parallelism.fsdp and spec.data_parallel_size > 1:
             self.complain(
                 degrees["fsdp"],
                 f"{path}.fsdp",
-                f"false needs a data-parallel degree of 1, and {_quotient(spec)} is {spec.data_parallel_size}; "
-                "set fsdp: true, or list fewer devices",
+                f"false needs a data-parallel degree of 1, and {quotient(spec, len(devices))} is "
+                f"{spec.data_parallel_size}; set fsdp: true, or list fewer devices",
             )
         return spec
 
@@ -138,6 +147,7 @@ class _Reader:
             devices=read_devices(node, entries, "rollout", self.complain),
             parallelism=Parallelism(fsdp=False, tensor_parallel_size=tensor_parallel_size),
             dtype=self._choice(entries, "dtype", "rollout", DTYPES, None),
+            everywhere=is_all(entries),
             backend=self._choice(entries, "backend", "rollout", BACKENDS, RolloutSpec.backend) or RolloutSpec.backend,
             max_num_seqs=self._count(entries, "max_num_seqs", "rollout", RolloutSpec.max_num_seqs),
             enable_prefix_caching=self._flag(
@@ -243,10 +253,15 @@ class _Reader:
             self.complain(
                 node,
                 role,
-                f"{_quotient(spec)} is not whole; list a multiple of {size} devices, or lower the sizes",
+                f"{quotient(spec, len(spec.devices))} is not whole; "
+                f"list a multiple of {size} devices, or lower the size{'s' if role != 'rollout' else ''}",
             )
 
 
-def _quotient(spec: RoleSpec) -> str:
+def quotient(spec: RoleSpec, num_devices: int) -> str:
+    """How the data-parallel degree is reckoned, for messages."""
     tp, pp = spec.tensor_parallel_size, spec.pipeline_parallel_size
-    return f"{len(spec.devices)} devices / (tensor_parallel_size {tp} x pipeline_parallel_size {pp})"
+    size = f"tensor_parallel_size {tp}"
+    if not isinstance(spec, RolloutSpec):
+        size = f"({size} x pipeline_parallel_size {pp})"
+    return f"{num_devices} device{'' if num_devices == 1 else 's'} / {size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,8 @@ class Parallelism:
     """Ranks that split each layer."""
     pipeline_parallel_size: int = 1
     """Ranks that split the stack of layers."""
+    virtual_stages: int = 1
+    """Parts of the stack that each of them takes turns with, for a shorter wait at the ends of a step."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,13 @@ class RoleSpec:
     """One role's entry. The listed order of devices is kept: it decides which ranks are TP peers and PP stages."""
 
     devices: tuple[Device, ...]
+    """() where `everywhere` is set."""
     parallelism: Parallelism = field(default_factory=Parallelism)
     dtype: str | None = None
     """Compute dtype: bfloat16, float16, float32. None: bfloat16."""
     hybrid_engine: HybridEngine = field(default_factory=HybridEngine)
+    everywhere: bool = False
+    """`devices: all`: every device of the job, in the order of its ranks. Which they are, `resolve` knows."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -59,8 +65,11 @@ class RoleSpec:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that hold the same slice of the model (the rollout: its replicas). Never written: it is the rest."""
-        return len(self.devices) // (self.tensor_parallel_size * self.pipeline_parallel_size)
+        """Ranks that hold the same slice of the model (the rollout: its replicas). Never written: it is the rest.
+
+        1, which divides everything, while `all` devices are still to be counted.
+        """
+        return 1 if self.everywhere else len(self.devices) // (self.tensor_parallel_size * self.pipeline_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -82,3 +91,11 @@ class MeshSpec:
     roles: dict[str, RoleSpec]
     source: str
     """The file, for messages."""
+    places: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Where each dotted name is written, "file:line"."""
+
+    def place(self, name: str) -> str:
+        """Where `name`, or else what it stands under, is written; the file where nothing is known."""
+        while name and name not in self.places:
+            name = name.rpartition(".")[0]
+        return self.places.get(name, self.source)

@@ -7,11 +7,14 @@ from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from verl.errors import UserError
-from verl.model.logprobs import token_logprobs
+from verl.model.logprobs import VocabShard, token_logprobs
+from verl.model.masks import attention_masks
 from verl.model.packing import MicroBatch
+from verl.model.peers import Peers
 
 LOGIT_FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "output_logit_soft_cap")
 """Settings by which some architectures (Granite, Cohere, Falcon-H1 and others) change their logits; not done here."""
@@ -46,6 +49,12 @@ class HeadedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel, head: Head, chunk_tokens: int) -> None:
         super().__init__()
         self.hf, self.head, self.chunk_tokens = hf, head, chunk_tokens
+        self.peers: Peers | None = None
+        """Set where the model is split over tensor-parallel ranks: all of them run it on the same micro-batch."""
+        self.ends_with_head = True
+        """False on a pipeline stage before the last."""
+        self.copy_of: str | None = None
+        """On the last pipeline stage: the tied embedding of the first one, by name, that the head here is a copy of."""
         config = vars(hf.config.get_text_config())
         self.softcap: float | None = config.get("final_logit_softcapping")
         if head is Head.lm:
@@ -57,16 +66,41 @@ class HeadedModel(nn.Module):
                     f"{type(hf).__name__} has {', '.join(factors)}, which the log-probs here would leave out."
                 )
 
-    def forward(self, batch: MicroBatch, temperature: float) -> TokenOutputs:
-        decoder = self.hf.base_model
-        states = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
+    def forward(self, batch: MicroBatch, temperature: float, states: Tensor | None = None) -> TokenOutputs | Tensor:
+        """The head's outputs, the same on all tensor-parallel ranks.
+
+        `states`: what the pipeline stage before this one made, [batch, time here, hidden]; the first stage begins with
+        the tokens. A stage before the last gives states, too.
+        """
+        source = {"input_ids": batch.input_ids} if states is None else {"inputs_embeds": states}
+        # a model with a part of the time would take its masks' size for the whole
+        masks = None if self.peers is None else attention_masks(self.hf.config, batch)
+        made: Tensor = self.hf.base_model(
+            **source, attention_mask=masks, position_ids=batch.position_ids, use_cache=False
+        ).last_hidden_state
+        return self.outputs(made, batch, temperature) if self.ends_with_head else made
+
+    def outputs(self, states: Tensor, batch: MicroBatch, temperature: float) -> TokenOutputs:
+        """The head's, from the last layer's normalised states [batch, time here, hidden]."""
+        if self.peers is not None:
+            # a language-model head is cut by tokens of the vocabulary; a scalar one is whole on every rank
+            states = self.peers.gather_time(states, gradients_are_parts=self.head is Head.lm)
         hidden = states.flatten(0, 1)[batch.select]
-        if self.head is Head.lm:
-            weight = self.output_embeddings.weight
-            return TokenOutputs(
-                *token_logprobs(hidden, weight, batch.targets, temperature, self.chunk_tokens, self.softcap)
-            )
-        return TokenOutputs(self.score(hidden.float()).squeeze(-1).clone())  # FSDP hooks dislike views
+        if self.head is not Head.lm:
+            return TokenOutputs(self.score(hidden.float()).squeeze(-1).clone())  # FSDP hooks dislike views
+        weight, shard = self.output_embeddings.weight, None
+        if self.peers is not None:
+            assert isinstance(weight, DTensor)
+            weight = weight.to_local()
+            shard = VocabShard(self.peers.group, self.peers.rank * len(weight))
+        return TokenOutputs(
+            *token_logprobs(hidden, weight, batch.targets, temperature, self.chunk_tokens, self.softcap, shard)
+        )
+
+    @property
+    def head_module(self) -> nn.Linear:
+        """The last module, whatever the head."""
+        return self.output_embeddings if self.head is Head.lm else self.score
 
     @property
     def output_embeddings(self) -> nn.Linear:

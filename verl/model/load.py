@@ -9,16 +9,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from verl.errors import UserError
 from verl.model.attention import CPU_ATTENTION
 from verl.model.heads import Head, HeadedModel, add_scalar_head
-
-Box = tuple[slice, ...]
-"""Part of a tensor: a slice for each dimension."""
+from verl.model.pieces import Box, pieces, size_of
 
 
 def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -47,15 +45,23 @@ def positions(config: PretrainedConfig) -> int | None:
     return max(limit, int(rope["factor"] * rope.get("original_max_position_embeddings", limit)))
 
 
-def attention(choice: str, device: torch.device) -> str:
+def attention(choice: str, device: torch.device, config: PretrainedConfig) -> str:
     """The attention kernel's name in transformers for `model.attn_implementation`."""
     if choice != "auto":
         return choice
     if device.type == "cuda":
         from transformers.utils import is_flash_attn_2_available
 
-        return "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
-    return CPU_ATTENTION
+        if is_flash_attn_2_available():
+            return "flash_attention_2"
+    if _caps_scores(config):
+        return "eager"
+    return "sdpa" if device.type == "cuda" else CPU_ATTENTION
+
+
+def _caps_scores(config: PretrainedConfig) -> bool:
+    """Attention scores go through a tanh (Gemma 2), which SDPA leaves out without a word."""
+    return config.get_text_config().to_dict().get("attn_logit_softcapping") is not None
 
 
 def meta_model(
@@ -67,6 +73,11 @@ def meta_model(
     trust_remote_code: bool,
 ) -> HeadedModel:
     """The whole model without memory. Raises UserError for a config that transformers makes no decoder of."""
+    if _caps_scores(config) and attn_implementation in ("sdpa", CPU_ATTENTION):
+        raise UserError(
+            f"model.attn_implementation={attn_implementation} does not compute attn_logit_softcapping, which a "
+            f"{config.model_type} has; set it to auto, eager or flash_attention_2"
+        )
     with torch.device("meta"):
         try:
             hf = AutoModelForCausalLM.from_config(
@@ -84,14 +95,15 @@ def meta_model(
 
 def materialise(model: HeadedModel, device: torch.device) -> None:
     """Memory for this rank's shards; what no file holds (rotary tables and the like) is computed."""
+    embeddings = model.hf.get_input_embeddings()
     tied = model.head is Head.lm and model.hf.config.get_text_config().tie_word_embeddings
     model.to_empty(device=device)
-    if tied:
-        embeddings = model.hf.get_input_embeddings()
-        assert isinstance(embeddings, nn.Embedding)
+    if tied and model.ends_with_head and isinstance(embeddings, nn.Embedding):
         model.output_embeddings.weight = embeddings.weight  # to_empty parts them
     for module in model.hf.modules():
         if next(module.buffers(recurse=False), None) is not None:
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark for "let it be"
             model.hf._init_weights(module)
 
 
@@ -130,13 +142,14 @@ def check_weights(model: HeadedModel, files: Safetensors) -> None:
     """Raises UserError where the folder's tensors are not those that its config.json and the head make."""
     wrong = []
     for name, parameter in hf_parameters(model):
-        if name not in files:
-            if not _may_be_drawn(model, name):
-                wrong.append(f"'{name}' is in none of the safetensors files{_hint(model, name)}")
-        elif files.shape(name) != tuple(parameter.shape):
-            wrong.append(
-                f"'{name}' has shape {files.shape(name)} where {tuple(parameter.shape)} is needed{_hint(model, name)}"
-            )
+        for piece in pieces(name, parameter.shape):
+            wanted = size_of(piece.box)
+            if piece.name not in files:
+                if not _may_be_drawn(model, name):
+                    wrong.append(f"'{piece.name}' is in none of the safetensors files{_hint(model, name)}")
+            elif files.shape(piece.name) != wanted:
+                has = files.shape(piece.name)
+                wrong.append(f"'{piece.name}' has shape {has} where {wanted} is needed{_hint(model, name)}")
     if wrong:
         others = f" (The first of {len(wrong)} tensors that do not fit.)" if len(wrong) > 1 else ""
         raise UserError(f"{files.folder}: {wrong[0]}{others}")
@@ -147,7 +160,7 @@ def check_folder(
 ) -> None:
     """Raises UserError for a folder that a model with this head cannot be loaded from. Reads no weights."""
     config = read_config(folder, trust_remote_code)
-    kernel = attention(attn_implementation, device)
+    kernel = attention(attn_implementation, device, config)
     check_weights(meta_model(config, head, torch.float32, kernel, 1, trust_remote_code), Safetensors(folder))
 
 
@@ -161,10 +174,20 @@ def load_shards(model: HeadedModel, folder: Path, seed: int, beat: Callable[[], 
     files = Safetensors(folder)
     check_weights(model, files)
     for name, parameter in hf_parameters(model):
-        box = local_box(parameter)
-        source = files.read(name, box) if name in files else _draw_head(parameter.shape, seed)[box]
-        local_tensor(parameter).copy_(source)
+        for piece in pieces(name, parameter.shape, local_box(parameter)):
+            drawn = None if piece.name in files else _draw_head(parameter.shape, seed)[piece.box]
+            source = files.read(piece.name, piece.box) if drawn is None else drawn
+            local_tensor(parameter)[piece.index].copy_(source)
         beat()
+
+
+def shards_by_file(model: nn.Module) -> dict[str, tuple[Box, Tensor]]:
+    """This rank's part of every tensor, by the name in the folder's files: which part, and the memory that holds it."""
+    return {
+        piece.name: (piece.box, local_tensor(parameter.detach())[piece.index])
+        for name, parameter in hf_parameters(model)
+        for piece in pieces(name, parameter.shape, local_box(parameter))
+    }
 
 
 def _may_be_drawn(model: HeadedModel, name: str) -> bool:
@@ -188,21 +211,53 @@ def _hint(model: HeadedModel, name: str) -> str:
     return ". The folder's files do not belong to its config.json."
 
 
-def hf_parameters(model: HeadedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by Hugging Face name, a tied one once."""
-    return ((name.removeprefix("hf."), parameter) for name, parameter in model.named_parameters())
+def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by Hugging Face name, a tied one once: of a model, or of the parts of one that a rank has.
+
+    The last pipeline stage's copy of a tied embedding bears the embedding's name.
+    """
+    for part in model.modules():
+        if isinstance(part, HeadedModel):
+            for name, parameter in part.named_parameters():
+                if part.copy_of is not None and parameter is part.output_embeddings.weight:
+                    yield part.copy_of, parameter
+                else:
+                    yield name.removeprefix("hf."), parameter
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def whole_tensor(parameter: Tensor) -> Tensor:
+    """The whole of what the ranks of its mesh hold. Collective over them."""
+    if isinstance(parameter, DTensor):
+        # axis by axis, FSDP's first: the cuts undone in the other order than they were made
+        for axis in range(parameter.device_mesh.ndim):
+            placements = [Replicate()] * (axis + 1) + list(parameter.placements[axis + 1 :])
+            parameter = parameter.redistribute(placements=placements)
+    return local_tensor(parameter)
+
+
 def local_box(parameter: Tensor) -> Box:
-    """Which part of the whole tensor this rank's shard is."""
+    """Which part of the whole tensor this rank's shard is. An empty one may begin where the tensor ends."""
+    box = [slice(0, size) for size in parameter.shape]
     if not isinstance(parameter, DTensor):
-        return tuple(slice(0, size) for size in parameter.shape)
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        return tuple(box)
+    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds nothing of the parameter"
+    # the last mesh dimension first: FSDP cuts what tensor parallelism has left, which stands behind it in the mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement = parameter.placements[axis]
+        if isinstance(placement, Shard | _StridedShard):
+            box[placement.dim] = _chunk(box[placement.dim], mesh.size(axis), coordinate[axis])
+    return tuple(box)
+
+
+def _chunk(part: slice, chunks: int, index: int) -> slice:
+    """As torch.chunk cuts: equal steps, so that the last ones may be short or empty."""
+    step = -(-(part.stop - part.start) // chunks)
+    return slice(min(part.start + index * step, part.stop), min(part.start + (index + 1) * step, part.stop))
 
 
 def parameter_shapes(folder: Path, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:

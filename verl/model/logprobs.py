@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's rows of a head's weight; the ranks of `group` together hold all of them."""
+
+    group: dist.ProcessGroup
+    first: int
+    """The token that row 0 here is for."""
+
+
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_tokens: int, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    softcap: float | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and the entropy of its distribution, under softmax(hidden @ weight.T / temperature).
 
     `hidden` [k, h], `weight` [vocab, h], `targets` [k]; both results [k] in float32. [k, vocab] never exists whole: the
     backward pass computes the logits of a chunk again. `softcap`: logits become softcap * tanh(logits / softcap) first.
+
+    `shard`: `weight` holds a part of the vocabulary, and all ranks of its group call this with the same `hidden` and
+    `targets`. The results are the same on all of them; the gradient of `hidden` is each rank's part of a sum.
     """
+    if shard is not None:
+        return _ShardedLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, softcap, shard)  # type: ignore[return-value]
     return _ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, softcap)  # type: ignore[return-value]
 
 
@@ -46,13 +69,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
         hidden, weight, targets = ctx.saved_tensors
-        temperature, chunk_tokens, softcap = ctx.settings
         with_entropy = bool(grad_entropy.any())
-        grad_hidden = torch.empty_like(hidden)
-        # summed in float32 over the chunks, whatever the model's dtype
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for at in _chunks(len(hidden), chunk_tokens):
-            logits, slope = _logits(hidden[at], weight, temperature, softcap)
+
+        def gradient(at: slice, logits: Tensor) -> Tensor:
             # in place: on a CPU a pass over [chunk, vocab] takes as long as its memory does
             grad = logits.softmax(-1)
             if with_entropy:
@@ -62,18 +81,91 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad *= logprobs.add_(entropy).mul_(grad_entropy[at, None]).add_(grad_logprobs[at, None]).neg_()
             else:
                 grad *= -grad_logprobs[at, None]
-            grad.scatter_add_(-1, targets[at, None], grad_logprobs[at, None])
-            if slope is not None:
-                grad *= slope
-            if temperature != 1.0:
-                grad /= temperature
-            grad = grad.to(hidden.dtype)
-            grad_hidden[at] = grad @ weight
-            if weight.dtype == torch.float32:
-                grad_weight.addmm_(grad.T, hidden[at])
+            return grad.scatter_add_(-1, targets[at, None], grad_logprobs[at, None])
+
+        return *_through_head(gradient, hidden, weight, *ctx.settings), None, None, None, None
+
+
+class _ShardedLogprobs(torch.autograd.Function):
+    """Two small all-reduces a chunk, [chunk] and [3, chunk], in the forward pass alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        softcap: float | None,
+        shard: VocabShard,
+    ) -> tuple[Tensor, Tensor]:
+        places = targets - shard.first
+        here = (places >= 0) & (places < len(weight))
+        places = places.clamp(0, len(weight) - 1)
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropy, largest, log_sum = (torch.empty_like(logprobs) for _ in range(3))
+        for at in _chunks(len(hidden), chunk_tokens):
+            logits, _ = _logits(hidden[at], weight, temperature, softcap)
+            top = logits.amax(-1)
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
+            logits.sub_(top[:, None])
+            chosen = logits.gather(-1, places[at, None]).squeeze(-1) * here[at]
+            exps = logits.exp()
+            sums = torch.stack([exps.sum(-1), exps.mul_(logits).sum(-1), chosen])
+            dist.all_reduce(sums, group=shard.group)
+            largest[at], log_sum[at] = top, sums[0].log()
+            logprobs[at] = sums[2] - log_sum[at]
+            entropy[at] = log_sum[at] - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, weight, places, here, largest, log_sum, entropy)
+        ctx.settings = (temperature, chunk_tokens, softcap)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprobs, grad_entropy = grads
+        hidden, weight, places, here, largest, log_sum, entropy = ctx.saved_tensors
+        with_entropy = bool(grad_entropy.any())
+
+        def gradient(at: slice, logits: Tensor) -> Tensor:
+            every = logits.sub_(largest[at, None]).sub_(log_sum[at, None])
+            grad = every.exp()
+            if with_entropy:
+                of_entropy = every.add_(entropy[at, None]).mul_(grad_entropy[at, None])
+                grad *= of_entropy.add_(grad_logprobs[at, None]).neg_()
             else:
-                grad_weight += grad.T @ hidden[at]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+                grad *= -grad_logprobs[at, None]
+            return grad.scatter_add_(-1, places[at, None], (grad_logprobs[at] * here[at])[:, None])
+
+        return *_through_head(gradient, hidden, weight, *ctx.settings), None, None, None, None, None
+
+
+def _through_head(
+    gradient: Callable[[slice, Tensor], Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `hidden` and `weight` from `gradient` of a chunk's capped and scaled logits, which it may use up."""
+    grad_hidden = torch.empty_like(hidden)
+    # summed in float32 over the chunks, whatever the model's dtype
+    grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    for at in _chunks(len(hidden), chunk_tokens):
+        logits, slope = _logits(hidden[at], weight, temperature, softcap)
+        grad = gradient(at, logits)
+        if slope is not None:
+            grad *= slope
+        if temperature != 1.0:
+            grad /= temperature
+        grad = grad.to(hidden.dtype)
+        grad_hidden[at] = grad @ weight
+        if weight.dtype == torch.float32:
+            grad_weight.addmm_(grad.T, hidden[at])
+        else:
+            grad_weight += grad.T @ hidden[at]
+    return grad_hidden, grad_weight.to(weight.dtype)
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:

@@ -18,7 +18,7 @@ def apply_fsdp(model: HeadedModel, mesh: DeviceMesh, compute_dtype: torch.dtype,
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    if model.head is not Head.lm:
+    if model.head is not Head.lm and model.ends_with_head:
         fully_shard(model.score, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     for module in model.modules():
@@ -29,6 +29,7 @@ def apply_fsdp(model: HeadedModel, mesh: DeviceMesh, compute_dtype: torch.dtype,
 
 
 def decoder_layers(model: HeadedModel) -> list[nn.Module]:
+    """Those that are here."""
     layers = model.hf.base_model.get_submodule("layers")
     assert isinstance(layers, nn.ModuleList)
-    return list(layers)
+    return [layer for layer in layers if next(layer.parameters(), None) is not None]  # others stand on other stages

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl.model.heads import HeadedModel
 from verl.parallel.fsdp import apply_fsdp
+from verl.parallel.tensor import apply_tensor_parallelism
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class ParallelPlan:
 
 def parallelize(model: HeadedModel, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     """Splits a model on the meta device over `mesh` (pp, dp, tp). Its shards have no memory yet."""
+    if mesh["tp"].size() > 1:
+        apply_tensor_parallelism(model, mesh["tp"])
     if plan.activation_checkpointing:
         # before FSDP, whose hooks must run inside the recomputation
         model.hf.gradient_checkpointing_enable({"use_reentrant": False})

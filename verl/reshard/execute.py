@@ -1,39 +1,58 @@
-"""Carries a reshard plan out: local writes, messages in rounds of buckets, and the signals around a buffer's reuse."""
+"""Carries a reshard plan out, bucket by bucket: own copies, messages, and engines that take in what is whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl.flow.board import Board
-from verl.flow.exchange import Posted, post
-from verl.reshard.layout import Domain, Shards, volume, within
-from verl.reshard.plan import Transfer, buckets, plan
+from verl.reshard.buckets import Buckets
+from verl.reshard.layout import Box, Domain, Shards, within
+from verl.reshard.plan import Transfer, lags, plan
+from verl.reshard.schedule import Message, Step, make_steps
+from verl.reshard.signals import Signals
+from verl.reshard.staging import Staging
 
-BUCKET_BYTES = 64 << 20
-READY, DONE = 1, 2
-"""Tags of the two signals; messages of weights have tag 0."""
+Target = Callable[[int], Mapping[str, Tensor]]
+"""Number of a bucket -> tensors of a domain, as it has them; those of that bucket at least."""
 
-Ranks = Mapping[str, Sequence[int]]
-"""Ranks by domain."""
+
+class Reader(Protocol):
+    """An engine that takes the weights of a domain."""
+
+    def begin_load(self) -> None:
+        """From now on its weights are of no version, until the load is committed."""
+        ...
+
+    def take_bucket(self, number: int) -> None:
+        """The bucket is whole: begin to take it in, and return."""
+        ...
+
+    def await_bucket(self) -> None:
+        """Returns when that bucket may be overwritten."""
+        ...
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that this rank moved in one load."""
+    """Bytes that this rank moves in one load."""
 
     wire: int
+    """Sent to other ranks."""
     local: int
+    """Written from its own shards."""
 
 
 class WeightSync:
     """From the actor's shards to the rollout's memory, again and again by one plan.
 
-    A domain's memory is written only after every reader has said that it is done with the last version.
+    While a domain's readers take one bucket in, its writers fill the next slot. The end of a load is awaited at the
+    start of the next one: ranks that only write go on with their work.
     """
 
     def __init__(
@@ -41,108 +60,121 @@ class WeightSync:
         rank: int,
         shards: Shards,
         domains: Sequence[Domain],
+        buckets: Buckets,
         dtype: torch.dtype,
         group: dist.ProcessGroup,
         board: Board,
     ) -> None:
         """`dtype`: of the messages, the engine's own. `group`: a gloo group of all ranks that carries nothing else."""
-        self.rank, self.dtype, self._group, self._board = rank, dtype, group, board
-        self._shards, self._domains = shards, {d.name: d for d in domains}
+        self.rank, self._group, self._board = rank, group, board
+        self._shards, self._domains = shards, {domain.name: domain for domain in domains}
         transfers = plan(shards, domains, dtype.itemsize)
-        self._local = [t for t in transfers if t.src == t.dst == rank]
-        self._rounds = buckets(transfers, BUCKET_BYTES)
-        self.writers: Ranks = {d.name: sorted({t.dst for t in transfers if t.domain == d.name}) for d in domains}
-        self.readers: Ranks = {d.name: d.readers for d in domains}
-        self._done: list[Posted] | None = None
-        """What this rank has said of the last load; its readers say that the memory is free, and nobody waits for that
-        before the next one."""
-        wire = sum(t.size for t in transfers if t.src == rank != t.dst)
-        self.traffic = Traffic(wire, sum(t.size for t in self._local))
+        self._steps = make_steps(rank, transfers, domains, buckets, lags(shards, domains))
+        self._signals = Signals(rank, domains, transfers, buckets, group, board)
+        self._outgoing, self._incoming = Staging(dtype), Staging(dtype)
+        self._taking: tuple[str, int] | None = None
+        self.traffic = Traffic(
+            sum(t.size for t in transfers if t.src == rank != t.dst),
+            sum(t.size for t in transfers if t.src == t.dst == rank),
+        )
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that this rank keeps for messages that are not sent and received where their tensors lie: of one
+        step, so one bucket at most in each direction."""
+        return self._outgoing.num_bytes + self._incoming.num_bytes
 
     @torch.no_grad()
-    def run(
-        self,
-        sources: Mapping[str, Tensor],
-        targets: Mapping[str, Mapping[str, Tensor]],
-        read: Callable[[], None],
-    ) -> None:
-        """One load, on every rank.
+    def run(self, sources: Mapping[str, Tensor], targets: Mapping[str, Target], reader: Reader | None) -> None:
+        """One load, on every rank. When it returns, this rank's reader has taken everything in.
 
-        `sources`: this rank's training shards. `targets`: by domain the whole tensors that it writes. `read`, called on
-        readers: this rank's engine takes what is in its domain.
+        `sources`: this rank's training shards. `targets`: of the domains that it is a member of. `reader`: on ranks
+        that read.
         """
-        self._await_done()
-        for t in self._local:
-            self._target(targets, t).copy_(self._source(sources, t))
-        for messages in self._rounds:
-            self._round(messages, sources, targets)
-        told = self._tell(READY, self.writers, self.readers)
-        self._hear(READY, self.writers, self.readers, told, "written weights")
-        if any(self.rank in readers for readers in self.readers.values()):
-            read()
-        self._done = self._tell(DONE, self.readers, self.writers)
-
-    def _round(
-        self, messages: list[list[Transfer]], sources: Mapping[str, Tensor], targets: Mapping[str, Mapping[str, Tensor]]
-    ) -> None:
-        sends: list[Posted] = []
-        receives: list[tuple[list[Transfer], dist.Work, Tensor]] = []
-        for message in messages:
-            src, dst = message[0].src, message[0].dst
-            if src == self.rank:
-                packed = torch.cat([self._source(sources, t).to(self.dtype).flatten().cpu() for t in message])
-                sends.append(post(packed, dst, self._group, tag=0))
-            elif dst == self.rank:
-                buffer = torch.empty(sum(volume(t.box) for t in message), dtype=self.dtype)
-                work = dist.irecv(buffer, src, group=self._group)
-                assert work is not None
-                receives.append((message, work, buffer))
-        peers = {message[0].src for message, _, _ in receives} | {posted.dst for posted in sends}
-        with self._board.waiting(sorted(peers), "weights"):
-            for message, work, buffer in receives:
-                work.wait()
-                for t, part in zip(message, buffer.split([volume(t.box) for t in message]), strict=True):
-                    target = self._target(targets, t)
-                    target.copy_(part.view(target.shape))
-            for posted in sends:
-                posted.work.wait()
-        self._board.beat()
-
-    def _source(self, sources: Mapping[str, Tensor], t: Transfer) -> Tensor:
-        return sources[t.name][within(t.box, self._shards.boxes[self.rank][t.name])]
-
-    def _target(self, targets: Mapping[str, Mapping[str, Tensor]], t: Transfer) -> Tensor:
-        return targets[t.domain][t.name][within(t.box, self._domains[t.domain].boxes[t.name])]
-
-    # -- signals: a byte for each domain from everyone who has done a thing to everyone who waits for it ---------------
-
-    def _tell(self, tag: int, tellers: Ranks, hearers: Ranks) -> list[Posted]:
-        told = []
-        for name in self._domains:
-            if self.rank in tellers[name]:
-                for dst in hearers[name]:
-                    if dst != self.rank:
-                        told.append(post(torch.zeros(1, dtype=torch.uint8), dst, self._group, tag))
-        return told
-
-    def _hear(self, tag: int, tellers: Ranks, hearers: Ranks, told: list[Posted], what: str) -> None:
-        """Ends when all have spoken to this rank and all have heard what it has `told`."""
-        awaited = []
-        for name in self._domains:
-            if self.rank in hearers[name]:
-                awaited += [src for src in tellers[name] if src != self.rank]
-        with self._board.waiting(sorted({*awaited, *(p.dst for p in told)}), what):
-            for src in awaited:
-                dist.recv(torch.empty(1, dtype=torch.uint8), src, group=self._group, tag=tag)
-            for posted in told:
-                posted.work.wait()
-
-    def _await_done(self) -> None:
-        if self._done is not None:
-            what = "the engines to have read the last weights"
-            self._hear(DONE, self.readers, self.writers, self._done, what)
-            self._done = None
+        self._signals.await_end()
+        if reader is not None:
+            reader.begin_load()
+        held = self._shards.boxes.get(self.rank, {})
+        for step in self._steps:
+            self._signals.await_slots(step.filled)
+            self._move(step, _Views(held, self._domains, step.filled, sources, targets))
+            self._signals.tell_ready(step.filled)
+            for name, bucket in step.filled.items():
+                if self.rank in self._domains[name].readers:
+                    assert reader is not None
+                    self._signals.await_ready(name, bucket)
+                    self._await_taken(reader)
+                    reader.take_bucket(bucket)
+                    self._taking = name, bucket
+            self._board.beat()
+        if reader is not None:
+            self._await_taken(reader)
+        self._signals.tell_end()
 
     def close(self) -> None:
         """The normal end, on every rank: the last load has been read."""
-        self._await_done()
+        self._signals.await_end()
+
+    def _await_taken(self, reader: Reader) -> None:
+        if self._taking is not None:
+            reader.await_bucket()
+            self._signals.tell_taken(*self._taking)
+            self._taking = None
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def _move(self, step: Step, views: _Views) -> None:
+        messages = [m for turn in step.rounds for m in turn]
+        parts = {m: views.sent(m) if m.src == self.rank else views.received(m) for m in messages}
+        self._outgoing.begin(parts[m] for m in messages if m.src == self.rank)
+        self._incoming.begin(parts[m] for m in messages if m.dst == self.rank)
+        copies: Sequence[Transfer] = step.copies
+        for turn in step.rounds:
+            self._round(turn, parts, lambda copies=copies: views.copy(copies))
+            copies = ()
+        views.copy(copies)
+
+    def _round(self, turn: list[Message], parts: Mapping[Message, list[Tensor]], meanwhile: Callable[[], None]) -> None:
+        """Sends and receives messages; `meanwhile` is called while they are on their way."""
+        receives = [(m, self._incoming.place(parts[m])) for m in turn if m.dst == self.rank]
+        sends = [(m, self._outgoing.pack(parts[m])) for m in turn if m.src == self.rank]
+        operations = [dist.P2POp(dist.irecv, buffer, m.src, self._group) for m, buffer in receives]
+        operations += [dist.P2POp(dist.isend, buffer, m.dst, self._group) for m, buffer in sends]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        meanwhile()
+        with self._board.waiting(sorted({m.src for m, _ in receives} | {m.dst for m, _ in sends}), "weights"):
+            for work in works:
+                work.wait()
+        for m, buffer in receives:
+            self._incoming.unpack(buffer, parts[m])
+
+
+@dataclass(frozen=True)
+class _Views:
+    """What transfers move, as views of the tensors that this rank has."""
+
+    boxes: Mapping[str, Box]
+    """Of its training shards."""
+    domains: Mapping[str, Domain]
+    filled: Mapping[str, int]
+    sources: Mapping[str, Tensor]
+    targets: Mapping[str, Target]
+
+    def sent(self, message: Message) -> list[Tensor]:
+        return [self._source(t) if t.origin is None else self._part(t, t.origin) for t in message.transfers]
+
+    def received(self, message: Message) -> list[Tensor]:
+        return [self._part(t, t.domain) for t in message.transfers]
+
+    def copy(self, copies: Sequence[Transfer]) -> None:
+        for t in copies:
+            here, there = self._source(t), self._part(t, t.domain)
+            if here.data_ptr() != there.data_ptr():  # else the engine computes with the trainer's own tensor
+                there.copy_(here)
+
+    def _source(self, t: Transfer) -> Tensor:
+        return self.sources[t.name][within(t.box, self.boxes[t.name])]
+
+    def _part(self, t: Transfer, domain: str) -> Tensor:
+        tensors = self.targets[domain](self.filled[t.domain])
+        return tensors[t.name][within(t.box, self.domains[domain].boxes[t.name])]

@@ -8,6 +8,8 @@ from math import prod
 
 Box = tuple[tuple[int, int], ...]
 """Part of a tensor in global coordinates: [low, high) for each dimension."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""The whole shape of every parameter, by Hugging Face name."""
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -28,20 +30,44 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, outer, strict=True))
 
 
+def contiguous(box: Box, outer: Box) -> bool:
+    """Whether `box` is one stretch of memory in a row-major tensor that holds `outer`."""
+    partial = False
+    for (low, high), (start, end) in zip(reversed(box), reversed(outer), strict=True):
+        if partial and high - low > 1:
+            return False
+        partial = partial or (low, high) != (start, end)
+    return True
+
+
+def chunk(box: Box, dim: int, parts: int, index: int) -> Box:
+    """Part `index` of `parts` along `dim`, cut as torch.chunk cuts: equal steps, so that the last parts may be short or
+    empty.
+    """
+    low, high = box[dim]
+    step = -(-(high - low) // parts)
+    cut = min(low + index * step, high), min(low + (index + 1) * step, high)
+    return (*box[:dim], cut, *box[dim + 1 :])
+
+
 @dataclass(frozen=True)
 class Domain:
-    """Memory that takes whole weights once, whoever reads them: a node's shared buffer, or one rank's parameters."""
+    """Memory that takes each byte of the weights once, whoever reads it: a node's shared memory, or one rank's own
+    parameters. All of its ranks are on one node.
+    """
 
     name: str
     members: tuple[int, ...]
     """Ranks that write into it without a message."""
     readers: tuple[int, ...]
-    """Ranks whose engine runs what is in it; the first also takes what comes from other nodes."""
+    """Members whose engine runs what is in it; they also take what comes from elsewhere."""
     boxes: Mapping[str, Box]
+    slots: int | None = None
+    """Buckets that it has room for: a bucket is overwritten once every reader has taken it. None: all of the weights
+    stay, as parameters do."""
 
-    @property
-    def receiver(self) -> int:
-        return self.readers[0]
+    def __post_init__(self) -> None:
+        assert set(self.readers) <= set(self.members), self.name
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from verl.engine.train_engine import TrainEngine
 from verl.flow.batch import Column, Experience, Responses
 from verl.flow.placement import Groups, Placement
 from verl.model.heads import TokenOutputs
-from verl.model.load import hf_parameters, local_tensor
+from verl.model.load import shards_by_file
 from verl.monitor.metrics import Metrics
 from verl.roles.learner import Learner, Schedule
 from verl.roles.mini_batch import MiniBatch
@@ -57,13 +57,13 @@ class Actor(Learner):
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's part of the weights, by Hugging Face name."""
-        return {name: local_tensor(p.detach()) for name, p in hf_parameters(self.engine.model)} if self.serves else {}
+        return {name: part for name, (_, part) in shards_by_file(self.engine.model).items()} if self.serves else {}
 
     def update(self, experience: Experience) -> Metrics:
         """Mini-batch steps on the clipped objective (Schulman et al. 2017, eq. 7)."""
         if not self.serves:
             return Metrics()
-        tokens, device = self._tokens(experience), self.engine.device
+        tokens, device = self._tokens(experience) if self.holds_rows else None, self.engine.device
         return self.learn(
             experience.responses,
             lambda batch: PolicyMiniBatch(self.config, tokens, batch, device),
@@ -93,14 +93,17 @@ class Actor(Learner):
 class PolicyMiniBatch:
     """The policy's loss of one mini-batch."""
 
-    def __init__(self, config: ActorConfig, tokens: PolicyTokens, batch: MiniBatch, device: torch.device) -> None:
+    def __init__(
+        self, config: ActorConfig, tokens: PolicyTokens | None, batch: MiniBatch, device: torch.device
+    ) -> None:
+        """`tokens`: None on a pipeline stage without the head, which is never called with outputs."""
         self.config, self.tokens, self.batch, self.device = config, tokens, batch, device
         self.metrics = Metrics()
         self.kl = torch.zeros(2, dtype=torch.float64)
         """Sum over tokens of an estimate of KL(old || new), and how many tokens."""
 
     def __call__(self, outputs: TokenOutputs, at: Tensor) -> Tensor:
-        assert outputs.entropy is not None
+        assert outputs.entropy is not None and self.tokens is not None
         config, tokens = self.config, self.tokens
         weights, old, advantages, rollout = (
             t[at].to(self.device)

@@ -17,18 +17,19 @@ from verl.config import LossAggregation, OptimConfig, PPOConfig
 from verl.engine.train_engine import EngineSpec, TrainEngine
 from verl.errors import ConfigError
 from verl.flow.job import Job
+from verl.flow.place import place_roles
 from verl.flow.placement import Groups, Placement, make_groups
 from verl.mesh.resolve import Process, idle, resolve
 from verl.mesh.spec import MeshSpec, RolloutSpec
 from verl.model.heads import Head
-from verl.model.load import hf_parameters, local_box, read_config
+from verl.model.load import read_config, shards_by_file
 from verl.monitor.stages import Stages
 from verl.reshard.layout import Box
 from verl.rewards.pool import RewardPool
 from verl.rewards.resolve import FunctionSpec
 from verl.rewards.resolve import resolve as resolve_function
 from verl.roles.actor import Actor
-from verl.roles.build_rollout import choose_backend, make_sync, start_engines
+from verl.roles.build_rollout import choose_backend, make_sync, make_turns, share_weights, start_engines
 from verl.roles.critic import Critic
 from verl.roles.folders import Folders, stop_tokens
 from verl.roles.judge import Judge
@@ -70,15 +71,8 @@ def place(config: PPOConfig, mesh: MeshSpec, job: Job) -> dict[str, Placement]:
 
 def _place(config: PPOConfig, mesh: MeshSpec, processes: list[Process]) -> dict[str, Placement]:
     ranks = resolve(mesh, processes, sys.argv[1:])
-    absent = {"critic": not config.needs_critic, "reference": not config.needs_reference}
-    placements = {}
-    for role, listed in ranks.items():
-        if not absent.get(role, False):
-            spec = mesh.roles.get(role, mesh.roles["actor"])
-            leaders_only = role == "rollout"
-            pp = 1 if leaders_only else spec.pipeline_parallel_size
-            placements[role] = Placement(role, listed, spec.tensor_parallel_size, pp, leaders_only)
-    placements.setdefault("reward", Placement("reward", placements["rollout"].leaders))
+    needed = {"critic": config.needs_critic, "reference": config.needs_reference}
+    placements = place_roles(mesh, ranks, [role for role in ranks if not needed.get(role, True)])
     if found := problems(config, {role: placement.dp for role, placement in placements.items()}):
         raise ConfigError(*found)
     return placements
@@ -109,8 +103,11 @@ def build_roles(
     pool = job.together(lambda: start_pool(config, placements["reward"], job))
     if pool is not None:
         closing.callback(pool.close)
+    modelled = [
+        place for role, place in placements.items() if role != "rollout" and (role != "reward" or folders.reward)
+    ]
     engines = start_engines(
-        config, rollout_spec, backend, placements["rollout"], folders.actor, model, run_dir, nodes, job
+        config, rollout_spec, backend, placements["rollout"], modelled, folders.actor, model, run_dir, nodes, job
     )
     if engines.backend is not None:
         closing.callback(engines.backend.close)
@@ -123,6 +120,7 @@ def build_roles(
         placements["reward"], builder.here, reward_engine, groups.get("reward"), pool, tokenizer, config.reward
     )
     engines.wait_ready()
+    share_weights(engines, actor, job)
     sync = make_sync(engines, actor, _boxes(actor), nodes, job)
     limit = config.data.max_response_length
     rollout = Rollout(
@@ -131,6 +129,8 @@ def build_roles(
         engines.backend,
         sync,
         engines.targets,
+        make_turns(engines, placements["rollout"], modelled, groups.get("rollout"), job),
+        engines.node_memory,
         config.trainer.seed,
         limit,
         stop,
@@ -146,7 +146,7 @@ def build_roles(
 def start_pool(config: PPOConfig, placement: Placement, job: Job) -> RewardPool | None:
     """The reward function's workers, on the ranks that score; the function is checked on each of them first."""
     function = config.reward.function
-    if function.path is None or job.rank not in placement.ranks:
+    if function.path is None or job.rank not in placement.leaders:
         return None
     spec = FunctionSpec(function.path, function.kwargs)
     resolve_function(spec)
@@ -203,6 +203,7 @@ class _Builder:
                 reshard_after_forward=model.reshard_after_forward,
                 activation_checkpointing=spec.hybrid_engine.activation_checkpointing,
                 offload_activations=spec.hybrid_engine.offload_activations,
+                virtual_stages=spec.parallelism.virtual_stages,
             ),
             self.groups[role],
             self.here.job.device,
@@ -244,7 +245,8 @@ class _Builder:
 def _boxes(actor: Actor) -> dict[str, Box]:
     if not actor.serves:
         return {}
-    return {name: tuple((s.start, s.stop) for s in local_box(p)) for name, p in hf_parameters(actor.engine.model)}
+    parts = shards_by_file(actor.engine.model)
+    return {name: tuple((side.start, side.stop) for side in box) for name, (box, _) in parts.items()}
 
 
 def _visible_devices() -> int:

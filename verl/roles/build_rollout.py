@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from verl.config import PPOConfig
 from verl.errors import MeshError
 from verl.flow.job import Job
-from verl.flow.placement import Placement, make_world_group
+from verl.flow.placement import Groups, Placement, make_world_group
 from verl.generation.inprocess.engine import TorchEngine
 from verl.generation.replay import RecordingBackend, ReplayBackend
+from verl.generation.residency import Turns, sharing
 from verl.generation.types import Backend
 from verl.generation.vllm.buffer import WeightBuffer
 from verl.generation.vllm.engine import VllmEngine
@@ -25,10 +26,16 @@ from verl.generation.vllm.options import VllmOptions
 from verl.generation.vllm.probe import Probe, probe
 from verl.mesh.spec import RolloutSpec
 from verl.model.load import parameter_shapes
-from verl.reshard.execute import WeightSync
-from verl.reshard.layout import Box, Domain, Shards, whole
+from verl.model.pieces import pieces
+from verl.reshard.boxes import node_domains, own_domains
+from verl.reshard.buckets import Buckets, cut_buckets
+from verl.reshard.execute import Target, WeightSync
+from verl.reshard.layout import Box, Domain, Shapes, Shards, whole
 from verl.roles.actor import Actor
 from verl.roles.role import torch_dtype
+
+SLOTS = 2
+"""Buckets in a node's memory: one is written while the engines read the other."""
 
 AnyBackend = TypeVar("AnyBackend", bound=Backend)
 
@@ -38,9 +45,16 @@ class Engines:
     """What this rank has of the rollout: the replica that it leads and the memory that it writes."""
 
     backend: Backend | None = None
+    sleeper: VllmEngine | None = None
+    """The replica again, where it can leave its devices to others."""
+    in_process: TorchEngine | None = None
+    """The replica again, where its parameters are this rank's."""
     wait_ready: Callable[[], None] = lambda: None
-    targets: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    targets: dict[str, Target] = field(default_factory=dict)
     domains: list[Domain] = field(default_factory=list)
+    buckets: Buckets = ()
+    node_memory: int = 0
+    """Bytes that this rank has made for its node."""
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -70,23 +84,28 @@ def start_engines(
     spec: RolloutSpec,
     backend: str,
     placement: Placement,
+    others: Sequence[Placement],
     folder: Path,
     model: PretrainedConfig,
     run_dir: Path,
     nodes: list[str],
     job: Job,
 ) -> Engines:
-    """Starts this rank's replica, if it leads one; vLLM's starts while the trainers load. `nodes`: of each rank."""
+    """Starts this rank's replica, if it leads one; vLLM's starts while the trainers load, or before, where they share
+    a GPU.
+
+    `others`: the roles that have a model. `nodes`: of each rank.
+    """
     recorded = config.debug.replay_rollouts
     if recorded is not None:
         return Engines(backend=_on_leaders(placement, job, lambda: ReplayBackend(Path(recorded))))
     shapes = parameter_shapes(folder, model)
-    boxes = {name: whole(shape) for name, shape in shapes.items()}
+    buckets = cut_buckets(shapes, torch_dtype(spec.dtype).itemsize, config.rollout.reshard_bucket_mib << 20)
     if backend == "vllm":
-        engines = _start_vllm(config, spec, placement, folder, shapes, boxes, run_dir, nodes, job)
+        engines = _start_vllm(config, spec, placement, others, folder, shapes, buckets, run_dir, nodes, job)
     else:
-        engines = _start_torch(config, spec, placement, folder, boxes, job)
-    engines.dtype = torch_dtype(spec.dtype)
+        engines = _start_torch(config, spec, placement, folder, shapes, job)
+    engines.buckets, engines.dtype = buckets, torch_dtype(spec.dtype)
     if config.debug.record_rollouts and engines.backend is not None:
         engines.backend = RecordingBackend(engines.backend, Path(config.debug.record_rollouts), job.rank)
     return engines
@@ -98,10 +117,11 @@ def _on_leaders(placement: Placement, job: Job, start: Callable[[], AnyBackend])
 
 
 def _start_torch(
-    config: PPOConfig, spec: RolloutSpec, placement: Placement, folder: Path, boxes: dict[str, Box], job: Job
+    config: PPOConfig, spec: RolloutSpec, placement: Placement, folder: Path, shapes: Shapes, job: Job
 ) -> Engines:
     """In the rank's own process; its domain is its own parameters."""
-    engines = Engines(domains=[Domain(f"rank {rank}", (rank,), (rank,), boxes) for rank in placement.leaders])
+    boxes = {name: whole(shape) for name, shape in shapes.items()}
+    engines = Engines(domains=own_domains(dict.fromkeys(placement.leaders, boxes)))
 
     def start() -> TorchEngine:
         if config.rollout.cpu_threads is not None:
@@ -111,7 +131,7 @@ def _start_torch(
 
     engines.backend = backend = _on_leaders(placement, job, start)
     if backend is not None:
-        engines.targets = {f"rank {job.rank}": backend.weights()}
+        engines.in_process = backend
     return engines
 
 
@@ -119,37 +139,38 @@ def _start_vllm(
     config: PPOConfig,
     spec: RolloutSpec,
     placement: Placement,
+    others: Sequence[Placement],
     folder: Path,
-    shapes: dict[str, tuple[int, ...]],
-    boxes: dict[str, Box],
+    shapes: Shapes,
+    buckets: Buckets,
     run_dir: Path,
     nodes: list[str],
     job: Job,
 ) -> Engines:
     """In a child process; a domain is a node's shared memory, which its replicas read and its ranks write."""
-    leaders = {
-        node: [r for r in placement.leaders if nodes[r] == node]
-        for node in dict.fromkeys(nodes[r] for r in placement.leaders)
-    }
-    layout = [(name, shape, torch_dtype(spec.dtype)) for name, shape in shapes.items()]
-    mine = nodes[job.rank]
-    buffer = WeightBuffer(layout) if job.rank in placement.leaders and leaders[mine][0] == job.rank else None
+    engines = Engines(domains=node_domains(shapes, placement.leaders, dict(enumerate(nodes)), SLOTS))
+    here = next((domain for domain in engines.domains if job.rank in domain.members), None)
+    layouts = [[(name, shapes[name], torch_dtype(spec.dtype)) for name in bucket] for bucket in buckets]
+    makes = here is not None and here.readers[0] == job.rank
+    buffer = WeightBuffer(layouts, SLOTS) if makes else None
     paths = job.everywhere(buffer.path if buffer else None)
-    members = {node: tuple(r for r, n in enumerate(nodes) if n == node) for node in leaders}
-    engines = Engines(domains=[Domain(f"node {node}", members[node], tuple(leaders[node]), boxes) for node in leaders])
-    if mine in leaders:
-        path = paths[leaders[mine][0]]
-        assert path is not None
-        buffer = buffer or WeightBuffer.open(path, layout)
-        engines.targets = {f"node {mine}": buffer.tensors()}
+    if here is not None:
+        buffer = buffer or WeightBuffer.open(paths[here.readers[0]], layouts, SLOTS)
+        engines.targets = {here.name: buffer.tensors}
+        engines.node_memory = buffer.num_bytes if makes else 0
+    shares = job.device.type == "cuda" and sharing(placement, others, job.rank) is not None
 
     def start() -> VllmEngine:
-        assert buffer is not None
-        return _vllm_engine(config, spec, placement, folder, buffer, run_dir, len(leaders[mine]), job)
+        assert buffer is not None and here is not None
+        engine = _vllm_engine(config, spec, placement, folder, buffer, run_dir, len(here.readers), shares, job)
+        if shares:  # it takes its devices while they are empty, and leaves them to the trainers
+            engine.wait_ready()
+            engine.sleep()
+        return engine
 
     engine = _on_leaders(placement, job, start)
     if engine is not None:
-        engines.backend, engines.wait_ready = engine, engine.wait_ready
+        engines.backend, engines.sleeper, engines.wait_ready = engine, engine, engine.wait_ready
     return engines
 
 
@@ -161,6 +182,7 @@ def _vllm_engine(
     buffer: WeightBuffer,
     run_dir: Path,
     replicas_here: int,
+    shares: bool,
     job: Job,
 ) -> VllmEngine:
     replica = placement.leaders.index(job.rank)
@@ -175,6 +197,7 @@ def _vllm_engine(
         engine_kwargs=spec.engine_kwargs,
         # the replica's ranks are neighbours on one node, each on the device of its local rank
         devices=tuple(job.local_rank + peer - job.rank for peer in peers) if job.device.type == "cuda" else (),
+        shares_devices=shares,
         threads=config.rollout.cpu_threads or max(1, len(os.sched_getaffinity(0)) // (replicas_here * placement.tp)),
         seed=config.trainer.seed,
         trust_remote_code=config.model.trust_remote_code,
@@ -190,9 +213,37 @@ def _vllm_engine(
     )
 
 
+def make_turns(
+    engines: Engines, placement: Placement, others: Sequence[Placement], groups: Groups | None, job: Job
+) -> Turns:
+    """`groups`: the rollout's, on its ranks."""
+    here = sharing(placement, others, job.rank) if job.device.type == "cuda" else None
+
+    def barrier() -> None:
+        assert here is not None and groups is not None
+        with job.board.waiting([rank for rank in here.ranks if rank != job.rank], "the device"):
+            dist.all_reduce(torch.zeros(1), group=groups.mesh["tp"].get_group())  # on the CPU, so by gloo
+
+    return Turns(here, engines.sleeper, torch.cuda.empty_cache, barrier)
+
+
+def share_weights(engines: Engines, actor: Actor, job: Job) -> None:
+    """An engine in this process computes with the actor's own tensors where those are what it would get a copy of:
+    whole, of its dtype and on its device. The others are where the actor's weights go.
+    """
+    if (engine := engines.in_process) is not None:
+        engine.adopt(actor.shards())
+        weights = {
+            piece.name: parameter[piece.index]
+            for name, parameter in engine.weights().items()
+            for piece in pieces(name, parameter.shape)
+        }
+        engines.targets = {f"rank {job.rank}": lambda _: weights}
+
+
 def make_sync(engines: Engines, actor: Actor, boxes_here: Mapping[str, Box], nodes: list[str], job: Job) -> WeightSync:
     """All ranks learn which box each of the actor's ranks holds, once."""
     boxes = job.everywhere(dict(boxes_here))
     shards = Shards({rank: boxes[rank] for rank in actor.placement.ranks}, dict(enumerate(nodes)))
     group = make_world_group("weights", job.timeout)
-    return WeightSync(job.rank, shards, engines.domains, engines.dtype, group, job.board)
+    return WeightSync(job.rank, shards, engines.domains, engines.buckets, engines.dtype, group, job.board)

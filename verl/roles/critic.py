@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,14 @@ from verl.monitor.metrics import Metrics
 from verl.roles.learner import Learner, Schedule
 from verl.roles.mini_batch import MiniBatch
 from verl.roles.role import Here
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """A rank's response tokens, flat and aligned, float32."""
+
+    old_values: Tensor
+    returns: Tensor
 
 
 class Critic(Learner):
@@ -39,23 +49,27 @@ class Critic(Learner):
         """Mini-batch steps on the clipped value loss."""
         if not self.serves:
             return Metrics()
-        assert experience.values is not None and experience.returns is not None
-        old, returns = experience.values.on(self.placement).values, experience.returns.on(self.placement).values
+        targets = self._targets(experience) if self.holds_rows else None
         clip, device = self.config.cliprange_value, self.engine.device
-        return self.learn(experience.responses, lambda batch: ValueMiniBatch(clip, old, returns, batch, device))
+        return self.learn(experience.responses, lambda batch: ValueMiniBatch(clip, targets, batch, device))
+
+    def _targets(self, experience: Experience) -> ValueTargets:
+        assert experience.values is not None and experience.returns is not None
+        return ValueTargets(experience.values.on(self.placement).values, experience.returns.on(self.placement).values)
 
 
 class ValueMiniBatch:
-    """The critic's loss of one mini-batch; `old_values`, `returns` [the rank's response tokens]."""
+    """The critic's loss of one mini-batch."""
 
-    def __init__(
-        self, clip: float, old_values: Tensor, returns: Tensor, batch: MiniBatch, device: torch.device
-    ) -> None:
-        self.clip, self.old_values, self.returns, self.batch, self.device = clip, old_values, returns, batch, device
+    def __init__(self, clip: float, targets: ValueTargets | None, batch: MiniBatch, device: torch.device) -> None:
+        """`targets`: None on a pipeline stage without the head, which is never called with outputs."""
+        self.clip, self.targets, self.batch, self.device = clip, targets, batch, device
         self.metrics = Metrics()
 
     def __call__(self, outputs: TokenOutputs, at: Tensor) -> Tensor:
-        weights, old, returns = (t[at].to(self.device) for t in (self.batch.weights, self.old_values, self.returns))
+        assert self.targets is not None
+        of_tokens = (self.batch.weights, self.targets.old_values, self.targets.returns)
+        weights, old, returns = (t[at].to(self.device) for t in of_tokens)
         values = zero_unweighted(outputs.values, weights)
         result = value_loss(values, old, returns, self.clip)
         counted = (weights != 0).double()

@@ -63,7 +63,7 @@ class Learner(ModelRole):
 
         Called on the role's ranks, all of which get the same answer from `enough`.
         """
-        name, metrics, done = self.placement.role, Metrics(), 0
+        name, metrics, bubble, done = self.placement.role, Metrics(), Metrics(), 0
         sequences = self.sequences(responses)
         with self.stage(f"update_{name}"), self.in_step():
             mini_batches = self._mini_batches(responses)
@@ -71,13 +71,22 @@ class Learner(ModelRole):
                 loss = make_loss(batch)
                 norm, rate = self.engine.train_step(sequences, batch.rows, loss, temperature)
                 metrics |= loss.metrics
+                self._note_bubble(bubble)
                 metrics.mean(f"{name}/grad_norm", norm)
                 metrics.last(f"{name}/lr", rate)
                 done += 1
                 if enough(loss):
                     break
         metrics.last(f"{name}/epochs_done", done / len(mini_batches))
-        return metrics if self.speaks else Metrics()
+        return metrics | bubble if self.speaks else bubble
+
+    def _note_bubble(self, metrics: Metrics) -> None:
+        """The share of the last step's gradients that this stage of a pipeline, alone and in the mean, was idle for."""
+        idle, name = self.engine.idle, f"perf/{self.placement.role}/bubble"
+        if idle is not None:
+            stage = self.placement.coordinate(self.here.rank).pp
+            for figure in (name, f"{name}/stage_{stage}"):
+                metrics.mean(figure, idle.share, idle.total)
 
     def _mini_batches(self, responses: Responses) -> list[MiniBatch]:
         return make_mini_batches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -28,7 +29,7 @@ class Reward(ModelRole):
         tokenizer: PreTrainedTokenizerBase,
         config: RewardConfig,
     ) -> None:
-        """`pool`: the function's workers, on the role's ranks; None elsewhere and where there is no function."""
+        """`pool`: the function's workers, on the role's leaders; None elsewhere and where there is no function."""
         super().__init__(placement, here, engine, groups)
         self.config, self._pool, self._tokenizer = config, pool, tokenizer
         self._submitted: set[int] = set()
@@ -38,7 +39,7 @@ class Reward(ModelRole):
         """A sample of a batch of `size` rows has finished on this rank: if the rank will score the row, let that begin
         while others are still generated.
         """
-        if self._pool is not None and row in self.placement.inputs.rows(self.here.rank, size):
+        if self._pool is not None and row in self.placement.outputs.rows(self.here.rank, size):
             text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
             assert isinstance(text, str)
             self._pool.submit(row, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
@@ -49,17 +50,18 @@ class Reward(ModelRole):
         size = responses.weight.size
         rows = None
         with self.stage("reward"):
-            if self.serves:
-                total = torch.zeros(len(self.placement.inputs.rows(self.here.rank, size)))
-                if self._engine is not None:
-                    total += self.config.model.weight * self._model_scores(responses)
-                if self._pool is not None:
-                    total += self.config.function.weight * self._function_scores(self._pool, prompts, responses)
+            of_model = self._model_scores(responses) if self._engine is not None else None
+            if self.holds_rows:
+                total = torch.zeros(len(self.placement.outputs.rows(self.here.rank, size)))
+                if of_model is not None:
+                    total += self.config.model.weight * of_model
+                if self.config.function.path is not None:
+                    total += self.config.function.weight * self._function_scores(prompts, responses)
                 cut_off = ~responses.ended.on(self.placement).scalar()
                 total -= self.config.missing_eos_penalty * cut_off
                 live = responses.weight.on(self.placement).scalar() != 0
                 rows = Rows.scalars(torch.where(live, total, 0.0), torch.float32)
-        return self.produced("scores", size, rows if self.holds_rows else None)
+        return self.produced("scores", size, rows)
 
     def grade(self, prompts: PromptBatch, responses: Responses, name: str) -> Metrics:
         """The mean score of validation responses: `name`/mean over all and `name`/<data source>/mean."""
@@ -86,16 +88,27 @@ class Reward(ModelRole):
         if self._pool is not None:
             self._pool.close()
 
-    def _model_scores(self, responses: Responses) -> Tensor:
-        """At the last token of each row, wherever the response ended."""
+    def _model_scores(self, responses: Responses) -> Tensor | None:
+        """At the last token of each row, wherever the response ended; None where the model's head is not."""
         sequences = self._sequences(responses, Sequences.last_tokens)
         with self.in_step():
-            return self.engine.forward(sequences).values
+            outputs = self.engine.forward(sequences)
+        return None if outputs is None else outputs.values
 
-    def _function_scores(self, pool: RewardPool, prompts: PromptBatch, responses: Responses) -> Tensor:
+    def _function_scores(self, prompts: PromptBatch, responses: Responses) -> Tensor:
+        """One of the ranks that hold the same rows calls the function, which may answer otherwise the next time."""
+        scores = torch.zeros(len(self.placement.outputs.rows(self.here.rank, responses.weight.size)))
+        if self._pool is not None:
+            scores = self._called(self._pool, prompts, responses)
+        if self.placement.tp > 1:
+            with self.in_step():
+                dist.broadcast(scores, group=self.groups.mesh.get_group("tp"), group_src=0)
+        return scores
+
+    def _called(self, pool: RewardPool, prompts: PromptBatch, responses: Responses) -> Tensor:
         size = responses.weight.size
         group = size // len(prompts.prompts)
-        rows = self.placement.inputs.rows(self.here.rank, size)
+        rows = self.placement.outputs.rows(self.here.rank, size)
         live = [row for row, weight in zip(rows, responses.weight.on(self.placement).scalar(), strict=True) if weight]
         late = [row for row in live if row not in self._submitted]
         if late:

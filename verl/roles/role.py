@@ -92,9 +92,9 @@ class ModelRole(Role):
         if self.serves:
             sequences = self.sequences(responses)  # may wait for them, which is no part of the stage
             with self.stage(stage), self.in_step():
-                values = self.engine.forward(sequences, temperature).values
-            if self.holds_rows:
-                rows = responses.response_ids.on(self.placement).like(values)
+                outputs = self.engine.forward(sequences, temperature)
+            if outputs is not None:
+                rows = responses.response_ids.on(self.placement).like(outputs.values)
         return self.produced(name, responses.response_ids.size, rows)
 
 

@@ -6,14 +6,15 @@ import hashlib
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
 from verl.config import SamplingConfig
 from verl.data.prompts import Prompt, PromptBatch
 from verl.flow.batch import Column, Responses, Rows
 from verl.flow.placement import Placement
+from verl.generation.residency import Turns
 from verl.generation.types import Backend, Request, Sample, Sampling
-from verl.reshard.execute import WeightSync
+from verl.monitor.metrics import Metrics
+from verl.reshard.execute import Target, WeightSync
 from verl.roles.actor import Actor
 from verl.roles.role import Here, Role
 
@@ -28,27 +29,30 @@ class Rollout(Role):
         here: Here,
         backend: Backend | None,
         sync: WeightSync,
-        targets: Mapping[str, Mapping[str, Tensor]],
+        targets: Mapping[str, Target],
+        turns: Turns,
+        node_memory: int,
         seed: int,
         max_tokens: int,
         stop_token_ids: tuple[int, ...],
         ignore_eos: bool,
     ) -> None:
-        """`backend`: the replica that this rank leads, if any. `targets`: the weights that it writes, by domain."""
+        """`backend`: the replica that this rank leads, if any. `targets`: the memory that it writes, by domain.
+        `node_memory`: bytes of it that this rank has made for its node.
+        """
         super().__init__(placement, here)
-        self._backend, self._sync, self._targets = backend, sync, targets
+        self._backend, self._sync, self._targets, self._turns = backend, sync, targets, turns
+        self._node_memory = node_memory
         self._seed, self._max_tokens, self._stop, self._ignore_eos = seed, max_tokens, stop_token_ids, ignore_eos
         self.version = 0
 
     def load(self, actor: Actor) -> None:
         """The actor's weights into every engine, each byte once into each memory that engines read."""
         self.version += 1
-        with self.stage("reshard"):
-            self._sync.run(actor.shards(), self._targets, self._read)
-
-    def _read(self) -> None:
-        assert self._backend is not None
-        self._backend.load(self.version)
+        with self.stage("reshard"), self._turns.load():
+            self._sync.run(actor.shards(), self._targets, self._backend)
+            if self._backend is not None:
+                self._backend.commit(self.version)
 
     def generate(
         self, prompts: PromptBatch, sampling: SamplingConfig, n: int, key: str, on_sample: OnSample | None = None
@@ -60,7 +64,7 @@ class Rollout(Role):
         size = len(prompts.prompts) * n
         samples: list[Sample] = []
         rows = range(0)
-        with self.stage("gen"):
+        with self.stage("gen"), self._turns.generate():
             if self._backend is not None:
                 rows = self.placement.outputs.rows(self.here.rank, size)
                 drawn: dict[int, Sample] = {}
@@ -69,8 +73,16 @@ class Rollout(Role):
                     self.here.job.board.beat()
                     if on_sample is not None:
                         on_sample(sample.row, size, prompts.prompts[sample.row // n], sample.token_ids)
-                samples = [drawn.get(row, Sample(row, [], [], ended=True)) for row in rows]
+                samples = [drawn.get(row, Sample(row, [], [], ended=True, version=self.version)) for row in rows]
         return self._responses(prompts, samples, rows, n, size)
+
+    def load_metrics(self) -> Metrics:
+        """What one load moves: bytes over all ranks, and the most memory that one rank keeps for them."""
+        metrics = Metrics()
+        metrics.total("perf/reshard_wire_bytes", self._sync.traffic.wire)
+        metrics.total("perf/reshard_local_bytes", self._sync.traffic.local)
+        metrics.max("perf/reshard_extra_bytes", self._sync.staging_bytes + self._node_memory)
+        return metrics
 
     def finish(self) -> None:
         """The normal end of a run: the last load is over on every rank."""
@@ -104,7 +116,7 @@ class Rollout(Role):
             ),
             ended=column("ended", lambda: Rows.scalars([s.ended for s in samples], torch.bool)),
             weight=column("weight", lambda: Rows.scalars([prompts.weights[r // n] for r in rows], torch.float32)),
-            version=column("version", lambda: Rows.scalars([self.version] * len(rows), torch.int64)),
+            version=column("version", lambda: Rows.scalars([s.version for s in samples], torch.int64)),
         )
 
 

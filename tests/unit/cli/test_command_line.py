@@ -10,7 +10,7 @@ import pytest
 from verl.cli import command_line
 from verl.cli.command_line import load
 from verl.config import ActorConfig, AdvantageEstimator, PPOConfig, Resume
-from verl.errors import ConfigError, MeshError, UserError
+from verl.errors import ConfigError, UserError
 from verl.mesh.spec import Device, MeshSpec, RolloutSpec
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -213,7 +213,8 @@ def test_a_file_in_a_group_without_a_package_header_is_still_found():
         ("device_mesh=3", "command line: a mesh maps each role to its devices, and this is 3"),
         (
             "device_mesh.actor.devices=[x]",
-            'command line: actor.devices[0]: "x" is not a device; write an index (0) or "node:index" ("node1:0")',
+            'command line: actor.devices[0]: "x" is not a device; write an index (0), a range (0-3) or either of a node '
+            '("node1:0", "node1:0-3")',
         ),
         (
             "data.train_batch_size=7",
@@ -286,9 +287,10 @@ def test_files_that_are_not_there_or_not_text(elsewhere: Path):
     assert "rename it" in mistakes("--config", write("mine.yml", USABLE))[0]
 
 
-def test_a_training_role_that_is_split_is_refused_for_now():
-    with pytest.raises(MeshError, match=r"actor.parallelism.tensor_parallel_size: 2 is not supported yet"):
-        load(["--device_mesh", f"{CONFIGS}/device_mesh/tensor_parallel_4.yaml"])
+def test_training_roles_may_be_split():
+    _, mesh = load(["--device_mesh", f"{CONFIGS}/device_mesh/hybrid_engine_8.yaml"])
+    actor = mesh.roles["actor"]
+    assert (actor.pipeline_parallel_size, actor.tensor_parallel_size, actor.data_parallel_size) == (2, 2, 2)
 
 
 def test_a_mesh_without_the_critic_that_gae_trains():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
 
+from tests.support.jobs import wait_until
 from verl.flow import board as board_module
 from verl.flow.board import Board, Entry
 
@@ -170,7 +172,7 @@ def test_the_watchdog_goes_on_when_the_store_was_slow(
     monkeypatch.setattr(board_module, "WRITE_SECONDS", 0.01)
     store, ended = Store(dist.DistStoreError("wait timeout after 5000ms")), threading.Event()
     monkeypatch.setattr(Board, "_end", lambda self, fault, store: ended.set())
-    board = Board(0, 2, lambda: store, 0.05)  # type: ignore[arg-type, return-value]
+    board = Board(0, 2, lambda: store, 0.5)  # type: ignore[arg-type, return-value]
     with board.waiting([1], "rows"):
         assert ended.wait(20)
     board.close()
@@ -179,8 +181,34 @@ def test_the_watchdog_goes_on_when_the_store_was_slow(
 
 
 def test_the_watchdog_says_that_it_stops_when_the_store_is_gone(caplog: pytest.LogCaptureFixture) -> None:
-    before = set(threading.enumerate())
-    Board(3, 4, lambda: Store(dist.DistNetworkError("Broken pipe")), 100)  # type: ignore[arg-type, return-value]
-    for thread in set(threading.enumerate()) - before:
-        thread.join(20)
-    assert "nobody watches rank 3: Broken pipe" in caplog.text
+    board = Board(3, 4, lambda: Store(dist.DistNetworkError("Broken pipe")), 100)  # type: ignore[arg-type, return-value]
+    wait_until(lambda: "nobody watches rank 3: Broken pipe" in caplog.text, 20, lambda: caplog.text)
+    board.close()
+
+
+class Silent(Store):
+    """Answers until its host is cut off; from then on no call returns."""
+
+    def __init__(self) -> None:
+        self.lines, self.errors, self.cut = {}, [], threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        if self.cut.is_set():
+            threading.Event().wait()
+        super().set(key, value)
+
+
+def test_a_store_that_answers_no_more_ends_the_rank_with_what_it_last_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_module, "WRITE_SECONDS", 0.01)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    store, faults = Silent(), []
+    monkeypatch.setattr(Board, "_end", lambda self, fault, store: (faults.append((fault, store)), self.close()))
+    nodes = ["node1", "node1", "node2", "node2"]
+    board = Board(3, 4, lambda: store, 0.2, nodes)  # type: ignore[arg-type, return-value]
+    for _ in range(30):
+        board.beat()
+        time.sleep(0.02)
+    assert faults == []
+    store.cut.set()
+    wait_until(lambda: bool(faults), 20, lambda: "it has not noticed")
+    assert faults == [("rank 3 (node2) has had no answer from the job's store on node1", None)]

@@ -203,7 +203,7 @@ def test_requests_arrive_as_they_were_sent(sent: list[Request], sampling: Sampli
 
 @given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 0, width=32)), max_size=20), st.booleans())
 def test_samples_arrive_as_they_were_sent(tokens: list[tuple[int, float]], ended: bool) -> None:
-    sample = Sample(7, [token for token, _ in tokens], [logprob for _, logprob in tokens], ended)
+    sample = Sample(7, [token for token, _ in tokens], [logprob for _, logprob in tokens], ended, version=5)
     assert parse_sample(_through_a_socket(sample_message(2, sample))) == (2, sample)
 
 
@@ -230,54 +230,72 @@ layouts = st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=8).map(
 )
 
 
-@given(layouts)
-def test_tensors_of_a_buffer_are_apart_and_aligned(layout: list[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
-    buffer = WeightBuffer(layout)
-    tensors = buffer.tensors()
-    assert [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()] == layout
-    assert all(t.data_ptr() % 64 == 0 and t.is_contiguous() for t in tensors.values())
-    for number, tensor in enumerate(tensors.values()):
-        tensor.fill_(number + 1)
-    for number, tensor in enumerate(tensors.values()):
-        assert (tensor == number + 1).all()
-    again = WeightBuffer.open(buffer.path, layout_from_json(json.loads(json.dumps(layout_to_json(layout)))))
-    assert again.layout == buffer.layout
-    for name, tensor in again.tensors().items():
-        assert torch.equal(tensor, tensors[name])
+def _reopened(buffer: WeightBuffer, slots: int) -> WeightBuffer:
+    told = json.loads(json.dumps([layout_to_json(bucket) for bucket in buffer.buckets]))
+    return WeightBuffer.open(buffer.path, [layout_from_json(bucket) for bucket in told], slots)
+
+
+@given(layouts, st.integers(1, 4), st.integers(1, 3))
+def test_tensors_of_a_buffer_are_apart_and_aligned(
+    layout: list[tuple[str, tuple[int, ...], torch.dtype]], size: int, slots: int
+) -> None:
+    """Buckets of `size` tensors; as many of them as there are slots do not touch each other."""
+    buckets = [layout[i : i + size] for i in range(0, len(layout), size)]
+    buffer = WeightBuffer(buckets, slots)
+    again = _reopened(buffer, slots)
+    for first in range(0, len(buckets), slots):
+        held = range(first, min(first + slots, len(buckets)))
+        for number in held:
+            tensors = buffer.tensors(number)
+            assert [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()] == buckets[number]
+            assert all(t.data_ptr() % 64 == 0 and t.is_contiguous() for t in tensors.values())
+            for index, tensor in enumerate(tensors.values()):
+                tensor.fill_(10 * number % 100 + index + 1)
+        for number in held:
+            for index, tensor in enumerate(again.tensors(number).values()):
+                assert (tensor == 10 * number % 100 + index + 1).all()
     again.close()
+    buffer.close()
+
+
+def test_a_bucket_lies_where_the_one_two_before_lay() -> None:
+    buffer = WeightBuffer([[(f"w{i}", (i + 1,), torch.float32)] for i in range(4)], slots=2)
+    starts = [buffer.tensors(i)[f"w{i}"].data_ptr() for i in range(4)]
+    assert starts[2] == starts[0] != starts[1] == starts[3]
+    assert buffer.num_bytes == 2 * 64
     buffer.close()
 
 
 def test_another_process_reads_and_writes_the_same_memory() -> None:
     layout = [("a", (3,), torch.float32), ("b", (2, 2), torch.bfloat16)]
-    buffer = WeightBuffer(layout)
-    buffer.tensors()["a"].copy_(torch.tensor([1.0, 2.0, 3.0]))
+    buffer = WeightBuffer([layout], slots=2)
+    buffer.tensors(0)["a"].copy_(torch.tensor([1.0, 2.0, 3.0]))
     command = (
         "import sys, json; from verl.generation.vllm.buffer import WeightBuffer, layout_from_json;"
-        "t = WeightBuffer.open(sys.argv[1], layout_from_json(json.loads(sys.argv[2]))).tensors();"
+        "t = WeightBuffer.open(sys.argv[1], [layout_from_json(json.loads(sys.argv[2]))], 2).tensors(0);"
         "t['b'].fill_(0.5); print(t['a'].tolist())"
     )
     arguments = [buffer.path, json.dumps(layout_to_json(layout))]
     out = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[1.0, 2.0, 3.0]"
-    assert torch.equal(buffer.tensors()["b"], torch.full((2, 2), 0.5, dtype=torch.bfloat16))
+    assert torch.equal(buffer.tensors(0)["b"], torch.full((2, 2), 0.5, dtype=torch.bfloat16))
     buffer.close()
 
 
 def test_a_buffer_of_another_layout_is_refused() -> None:
-    buffer = WeightBuffer([("a", (3,), torch.float32)])
-    with pytest.raises(ValueError, match=r"has 64 bytes, its layout asks for 128"):
-        WeightBuffer.open(buffer.path, [("a", (32,), torch.float32)])
+    buffer = WeightBuffer([[("a", (3,), torch.float32)]], slots=2)
+    with pytest.raises(ValueError, match=r"has 128 bytes, its layout asks for 256"):
+        WeightBuffer.open(buffer.path, [[("a", (32,), torch.float32)]], slots=2)
     buffer.close()
     with pytest.raises(FileNotFoundError):
-        WeightBuffer.open(buffer.path, buffer.layout)
+        WeightBuffer.open(buffer.path, buffer.buckets, slots=2)
 
 
 def test_a_buffer_makes_no_file() -> None:
     before = set(os.listdir("/dev/shm"))
-    buffer = WeightBuffer([("a", (1024,), torch.float32)])
+    buffer = WeightBuffer([[("a", (1024,), torch.float32)]], slots=2)
     assert set(os.listdir("/dev/shm")) - before == set()
-    view = buffer.tensors()["a"]
+    view = buffer.tensors(0)["a"]
     buffer.close()
     del buffer
     view.fill_(1.0)  # the memory goes with its last view

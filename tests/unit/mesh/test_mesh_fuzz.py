@@ -33,6 +33,7 @@ KEYS = (
     "fsdp",
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "virtual_stages",
     "backend",
     "max_num_seqs",
     "engine_kwargs",
@@ -46,7 +47,9 @@ SCALARS = st.one_of(
     st.integers(0, 4),
     st.floats(),
     st.text(max_size=8),
-    st.sampled_from(["cuda:0", "node1:0", "node2:1", "0-3", "all", "vllm", "bfloat16", "10:3"]),
+    st.sampled_from(
+        ["cuda:0", "node1:0", "node2:1", "0-3", "n:2-5", "3-0", "0-999999", "all", "vllm", "bfloat16", "10:3"]
+    ),
 )
 TREES = st.recursive(
     SCALARS,
@@ -78,11 +81,11 @@ def check(text: str, overrides: tuple[str, ...] = ()) -> MeshSpec | None:
     assert {"actor", "rollout"} <= spec.roles.keys() <= set(ROLES)
     for role, entry in spec.roles.items():
         assert isinstance(entry, RolloutSpec) == (role == "rollout")
-        assert len(set(entry.devices)) == len(entry.devices) > 0
-        assert entry.data_parallel_size * entry.tensor_parallel_size * entry.pipeline_parallel_size == len(
-            entry.devices
-        )
-    assert len({device.node is None for entry in spec.roles.values() for device in entry.devices}) == 1
+        assert entry.everywhere == (not entry.devices)
+        if not entry.everywhere:
+            size = entry.tensor_parallel_size * entry.pipeline_parallel_size
+            assert len(set(entry.devices)) == len(entry.devices) == entry.data_parallel_size * size
+    assert len({device.node is None for entry in spec.roles.values() for device in entry.devices}) <= 1
     return spec
 
 

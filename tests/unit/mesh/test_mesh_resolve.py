@@ -68,15 +68,85 @@ def test_node_and_rank_is_a_name_only_where_no_host_bears_it():
     }
 
 
+def test_a_name_that_resembles_a_node():
+    assert refusal(mesh('"nod1:0"', '"node2:0"'), job(("node1", 1), ("node2", 1))) == (
+        "mesh.yaml: mesh needs devices nod1:0; job has node1: 0, node2: 0\n"
+        '  nod1:0 (actor at line 1): no node bears the name nod1; did you mean "node1"? write a name that the job '
+        "has, or start a node with VERL_NODE_NAME=nod1"
+    )
+
+
+def test_ranges_keep_their_order():
+    spec = mesh('"b:0-1", "a:1-2"', '"a:0"')
+    assert resolve(spec, job(("a", 3), ("b", 2)))["actor"] == (3, 4, 1, 2)
+
+
+def test_all_is_every_rank_of_the_job():
+    spec = parse("actor: {devices: all}\nrollout: {devices: all, tensor_parallel_size: 2}", "mesh.yaml")
+    assert (spec.roles["actor"].everywhere, spec.roles["actor"].devices) == (True, ())
+    assert spec.roles["actor"].data_parallel_size == 1  # not counted yet
+    for processes in (job(("box", 4)), job(("a", 2), ("b", 2))):
+        assert resolve(spec, processes[::-1]) == dict.fromkeys(("actor", "reference", "rollout"), (0, 1, 2, 3))
+        assert idle(spec, processes) == ()
+
+
+def test_all_beside_named_devices():
+    spec = mesh('"b:1"', '"a:0"', "critic: {devices: all}")
+    assert resolve(spec, job(("a", 1), ("b", 2)))["critic"] == (0, 1, 2)
+
+
+def test_all_on_one_process():
+    assert resolve(parse("actor: {devices: all}\nrollout: {devices: all}", "m"), job(("box", 1)))["actor"] == (0,)
+
+
+def test_all_is_checked_once_its_devices_are_counted():
+    text = """actor: {devices: all, parallelism: {tensor_parallel_size: 2, pipeline_parallel_size: 2}}
+critic:
+  devices: all
+  parallelism: {fsdp: false}
+rollout: {devices: all, tensor_parallel_size: 4}
+"""
+    assert refusal(parse(text, "mesh.yaml"), job(("box", 6))) == (
+        "mesh.yaml:1: actor.devices: all is 6 devices here, and 6 devices / (tensor_parallel_size 2 x "
+        "pipeline_parallel_size 2) is not whole; list a multiple of 4 devices, or change the sizes\n"
+        "mesh.yaml:3: critic.devices: all is 6 devices here, and parallelism.fsdp: false needs a data-parallel degree "
+        "of 1, where 6 devices / (tensor_parallel_size 1 x pipeline_parallel_size 1) is 6; set fsdp: true, or list "
+        "fewer devices\n"
+        "mesh.yaml:5: rollout.devices: all is 6 devices here, and 6 devices / tensor_parallel_size 4 is not whole; "
+        "list a multiple of 4 devices, or change the sizes"
+    )
+
+
+def test_everything_is_told_at_once():
+    spec = mesh('"a:1", "a.lan:1"', '"c:0"', "critic: {devices: all, parallelism: {tensor_parallel_size: 2}}")
+    message = refusal(spec, job(("a a.lan", 2), ("b", 1)))
+    assert [line.split(": ")[0] for line in message.splitlines() if not line.startswith(" ")] == [
+        "mesh.yaml",
+        "mesh.yaml:1",
+        "mesh.yaml:3",
+    ]
+
+
+def test_an_override_is_where_a_device_comes_from():
+    spec = parse("actor: {devices: [0]}\nrollout: {devices: [0]}", "mesh.yaml", ["device_mesh.actor.devices=[0-1]"])
+    assert spec.place("actor.devices") == "command line"
+    assert refusal(spec, job(("a", 1), ("b", 1))) == (
+        "command line: actor.devices: an index alone is ambiguous in a job of 2 nodes; name the node too, for example "
+        '["a:0", "a:1"]\n'
+        "mesh.yaml:2: rollout.devices: an index alone is ambiguous in a job of 2 nodes; name the node too, for example "
+        '["a:0"]'
+    )
+
+
 def test_node_names_work_on_one_node():
     assert resolve(mesh('"box:1"', '"node0:0"'), job(("box", 2)))["actor"] == (1,)
 
 
 def test_integers_are_refused_on_several_nodes_with_the_spelling_to_use():
     assert refusal(mesh("0, 1", "0"), job(("a", 2), ("b", 2))) == (
-        "mesh.yaml: actor.devices: an index alone is ambiguous in a job of 2 nodes; name the node too, for example "
+        "mesh.yaml:1: actor.devices: an index alone is ambiguous in a job of 2 nodes; name the node too, for example "
         '["a:0", "a:1"]\n'
-        "mesh.yaml: rollout.devices: an index alone is ambiguous in a job of 2 nodes; name the node too, for example "
+        "mesh.yaml:2: rollout.devices: an index alone is ambiguous in a job of 2 nodes; name the node too, for example "
         '["a:0"]'
     )
 
@@ -85,24 +155,26 @@ def test_everything_that_is_missing_is_named():
     spec = mesh('"a:0", "a:5", "b:7"', '"c:0", "a:5"', 'critic: {devices: ["c:1"]}')
     assert refusal(spec, job(("a", 4), ("b", 4), visible=8)) == (
         "mesh.yaml: mesh needs devices a:5, b:7, c:0, c:1; job has a: 0-3, b: 0-3\n"
-        "  a:5, b:7 (actor, rollout): 8 devices visible and 4 processes there: start torchrun with --nproc_per_node=8\n"
-        "  c:0, c:1 (critic, rollout): no node bears the name c: write a name that the job has, or start a node with "
-        "VERL_NODE_NAME=c"
+        "  a:5, b:7 (actor at line 1, rollout at line 2): 8 devices visible and 4 processes there: start "
+        "torchrun with --nproc_per_node=8\n"
+        "  c:0, c:1 (critic at line 3, rollout at line 2): no node bears the name c: write a name that the "
+        "job has, or start a node with VERL_NODE_NAME=c"
     )
 
 
 def test_a_device_that_is_not_visible():
     assert refusal(mesh("0", "3"), job(("box", 2))) == (
         "mesh.yaml: mesh needs devices 3; job has box: 0-1\n"
-        "  3 (rollout): 2 devices visible and 2 processes there: check CUDA_VISIBLE_DEVICES and --nproc_per_node, or "
-        "change the mesh"
+        "  3 (rollout at line 2): 2 devices visible and 2 processes there: check CUDA_VISIBLE_DEVICES and "
+        "--nproc_per_node, or change the mesh"
     )
 
 
 def test_a_visible_device_without_a_process():
     assert refusal(mesh("0", "3, 5"), job(("box", 2), visible=8)) == (
         "mesh.yaml: mesh needs devices 3, 5; job has box: 0-1\n"
-        "  3, 5 (rollout): 8 devices visible and 2 processes there: start torchrun with --nproc_per_node=6"
+        "  3, 5 (rollout at line 2): 8 devices visible and 2 processes there: start torchrun with "
+        "--nproc_per_node=6"
     )
 
 
@@ -110,13 +182,13 @@ def test_a_name_of_two_nodes():
     message = refusal(mesh('"pod:0"', '"node1:0"'), job(("pod", 2), ("pod", 2)))
     assert message == (
         "mesh.yaml: mesh needs devices pod:0; job has node0: 0-1, node1: 0-1\n"
-        "  pod:0 (actor): 2 nodes bear the name pod: start each with a VERL_NODE_NAME of its own"
+        "  pod:0 (actor at line 1): 2 nodes bear the name pod: start each with a VERL_NODE_NAME of its own"
     )
 
 
 def test_one_device_under_two_names():
     message = refusal(mesh('"a:1", "a.lan:1"', '"b:0"'), job(("a a.lan", 2), ("b", 2)))
-    assert message == "mesh.yaml: actor.devices: a:1 and a.lan:1 are one device; name it once"
+    assert message == "mesh.yaml:1: actor.devices: a:1 and a.lan:1 are one device; name it once"
 
 
 def test_a_process_that_does_not_see_its_device():

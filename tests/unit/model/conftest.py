@@ -10,11 +10,13 @@ import torch
 
 from scripts.make_tiny_model import make_tiny_model, make_tiny_reward_model
 from verl.model.heads import Head, HeadedModel
-from verl.model.load import load_shards, materialise, meta_model, read_config
+from verl.model.load import attention, load_shards, materialise, meta_model, read_config
 
 
-def load(folder: Path, head: Head = Head.lm, kernel: str = "sdpa", seed: int = 0) -> HeadedModel:
-    model = meta_model(read_config(folder, False), head, torch.float32, kernel, chunk_tokens=8, trust_remote_code=False)
+def load(folder: Path, head: Head = Head.lm, kernel: str = "auto", seed: int = 0) -> HeadedModel:
+    config = read_config(folder, False)
+    kernel = attention(kernel, torch.device("cpu"), config)
+    model = meta_model(config, head, torch.float32, kernel, chunk_tokens=8, trust_remote_code=False)
     materialise(model, torch.device("cpu"))
     load_shards(model, folder, seed, lambda: None)
     return model.eval()

@@ -95,13 +95,13 @@ def test_what_it_is_not_made_for_is_left_to_sdpa(case: str) -> None:
     assert "ShortRows" not in type(out.grad_fn).__name__
 
 
-@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+@pytest.mark.parametrize("architecture", sorted(set(CONFIGS) - {"gemma2"}))
 def test_a_model_with_it_learns_what_one_with_sdpa_does(architecture: str) -> None:
     """Two sequences in a packed row; gemma3 also has layers with a sliding window."""
     special = {"sliding_window": 4, "query_pre_attn_scalar": DIM} if architecture == "gemma3" else {}
     config: PreTrainedConfig = CONFIGS[architecture](
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=DIM, **special,
+        num_key_value_heads=2, head_dim=DIM, pad_token_id=0, **special,
     )  # fmt: skip
     ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(2, -1)

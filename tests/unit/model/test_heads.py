@@ -45,7 +45,7 @@ def packed(model: HeadedModel, rows: Sequences, temperature: float, capacity: in
 @torch.no_grad()
 def one_by_one(folder: Path, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of all response tokens by the whole logits of each sequence alone."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     values, entropy = [], []
     for prompt, response in zip(*drawn(), strict=True):
         ids = torch.cat([prompt, response])
@@ -57,8 +57,10 @@ def one_by_one(folder: Path, temperature: float) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("capacity", [None, 64], ids=["rows of the longest", "rows of the budget"])
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize(
+    ("architecture", "kernel"),
+    [(name, kernel) for name in CONFIGS for kernel in ("sdpa", "eager") if (name, kernel) != ("gemma2", "sdpa")],
+)
 def test_logprobs_of_packed_sequences(architecture: str, kernel: str, capacity: int | None, folder: Folder) -> None:
     model = load(folder(architecture), kernel=kernel)
     values, entropy = packed(model, Sequences.responses(*drawn()), 1.0, capacity)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    Gemma2Config,
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
@@ -39,6 +40,7 @@ from verl.model.load import (
     positions,
     read_config,
 )
+from verl.model.pieces import pieces, size_of
 
 Folder = Callable[..., Path]
 
@@ -63,8 +65,9 @@ def test_parameters_have_hugging_faces_names_and_values(architecture: str, tied:
     assert got.keys() == wanted.keys()
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
     assert (model.output_embeddings.weight is model.hf.get_input_embeddings().weight) == tied
-    shapes = parameter_shapes(path, read_config(path, False))
-    assert shapes == {name: tuple(parameter.shape) for name, parameter in wanted.items()}
+    assert parameter_shapes(path, read_config(path, False)) == {
+        piece.name: size_of(piece.box) for name, parameter in wanted.items() for piece in pieces(name, parameter.shape)
+    }
 
 
 def test_buffers_that_no_file_holds_are_computed(folder: Folder) -> None:
@@ -93,8 +96,16 @@ def test_dropout_is_off(folder: Folder, tmp_path: Path) -> None:
 
 
 def test_flash_attention_is_for_gpus_that_have_it() -> None:
-    assert attention("auto", torch.device("cpu")) == CPU_ATTENTION
-    assert attention("eager", torch.device("cpu")) == "eager"
+    assert attention("auto", torch.device("cpu"), LlamaConfig()) == CPU_ATTENTION
+    assert attention("eager", torch.device("cpu"), LlamaConfig()) == "eager"
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", CPU_ATTENTION])
+def test_a_kernel_that_leaves_a_cap_on_scores_out_is_refused(kernel: str) -> None:
+    """transformers' SDPA does, without a word."""
+    assert attention("auto", torch.device("cpu"), Gemma2Config()) == "eager"
+    with pytest.raises(UserError, match=f"{kernel} does not compute attn_logit_softcapping.*set it to auto, eager or"):
+        meta_model(Gemma2Config(), Head.lm, torch.float32, kernel, 8, False)
 
 
 # -- the value head -------------------------------------------------------------------------------------------------

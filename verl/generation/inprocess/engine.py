@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,13 +14,14 @@ from verl.generation.inprocess.batch import Batch
 from verl.generation.inprocess.cache import KVCache
 from verl.generation.inprocess.model import build_model, longest_sequence
 from verl.generation.types import Request, Sample, Sampling
+from verl.model.pieces import pieces
 
 
 class TorchEngine:
     """A rollout replica on one device; see `verl.generation.types.Backend`.
 
-    It owns a copy of the model, whose weights come by `weights()` and `load()` alone. The KV cache lives as long as one
-    call of `generate`, so between calls the device holds nothing but the weights.
+    Its weights come by `weights()` and `commit()` alone. The KV cache lives as long as one call of `generate`, so that
+    between calls the device holds nothing but the weights.
 
     A sample is a function of the weights, its prompt, its seed and the sampling settings: other requests, their order
     and `max_num_seqs` move its logits by no more than the rounding of differently shaped matrix products.
@@ -51,10 +53,34 @@ class TorchEngine:
         self._version: int | None = None
 
     def weights(self) -> dict[str, Tensor]:
-        """The live parameters: what is copied into them is what the model computes with."""
-        return dict(self._model.named_parameters())  # names a tied tensor once, by its embedding
+        """The live parameters as the folder's files name them: what is copied there is what the model computes with."""
+        named = self._model.named_parameters()  # a tied tensor once, by its embedding
+        return {piece.name: p.detach()[piece.index] for name, p in named for piece in pieces(name, p.shape)}
 
-    def load(self, version: int) -> None:
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Computes from now on with those of these tensors that are what one of its parameters is: of the same shape,
+        dtype and device. Their owner changes them, between calls of `generate`; there is no second copy.
+        """
+        for name, parameter in self._model.named_parameters():
+            tensor = tensors.get(name)
+            if tensor is not None and (tensor.shape, tensor.dtype, tensor.device) == (
+                parameter.shape,
+                parameter.dtype,
+                parameter.device,
+            ):
+                parameter.data = tensor
+
+    def begin_load(self) -> None:
+        """The weights change from now on: what is generated before `commit` would be of mixed ones, and is refused."""
+        self._version = None
+
+    def take_bucket(self, number: int) -> None:
+        """Nothing: what is written into the parameters has been taken in."""
+
+    def await_bucket(self) -> None:
+        """Nothing."""
+
+    def commit(self, version: int) -> None:
         """Notes that the weights are whole and of this version."""
         self._version = version
 
@@ -62,14 +88,14 @@ class TorchEngine:
         """Samples in the order in which they finish.
 
         Raises:
-            RuntimeError: before the first `load`, and after `close`.
+            RuntimeError: before the first load, within one, and after `close`.
             UserError: for requests or settings that cannot be served.
         """
         if self._version is None:
-            raise RuntimeError("generate before load: the engine has no weights yet (or was closed)")
+            raise RuntimeError("generate before load: the engine has no whole weights yet (or was closed)")
         _check_sampling(sampling)
         self._check_requests(requests, sampling)
-        return self._samples(requests, sampling)  # a generator of its own, so that the checks run now
+        return self._samples(requests, sampling, self._version)  # a generator of its own, so that the checks run now
 
     def close(self) -> None:
         """Frees the weights, in the hands of whoever asked for them too."""
@@ -77,7 +103,7 @@ class TorchEngine:
             parameter.data = parameter.new_empty(0)
         self._version = None
 
-    def _samples(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
+    def _samples(self, requests: Sequence[Request], sampling: Sampling, version: int) -> Iterator[Sample]:
         waiting = deque(requests)
         longest = max((len(request.prompt_ids) for request in requests), default=0) + sampling.max_tokens
         num_slots = min(self._max_num_seqs, len(requests))
@@ -89,7 +115,7 @@ class TorchEngine:
                 self._on_progress()
             for sample in batch.decode():
                 self._on_progress()
-                yield sample
+                yield replace(sample, version=version)
             self._on_progress()
 
     def _check_requests(self, requests: Sequence[Request], sampling: Sampling) -> None:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torch import Tensor
-
 from verl.generation.types import Request, Sample, Sampling
 from verl.generation.vllm.buffer import WeightBuffer, layout_to_json
 from verl.generation.vllm.child import Child
@@ -17,6 +15,9 @@ from verl.generation.vllm.options import VllmOptions, llm_arguments
 from verl.generation.vllm.wire import Channel, Disconnected, Message, generate_message, parse_sample
 
 _QUIT_SECONDS = 10.0
+_LOADING = "loading weights"
+_ALL = frozenset({"weights", "kv_cache"})
+"""What vLLM's sleep mode gives up, by its tags."""
 _DEATH_SECONDS = 10.0  # from the end of the connection to the end of the process
 
 
@@ -27,8 +28,8 @@ class EngineError(RuntimeError):
 class VllmEngine:
     """A `Backend`. One call at a time, from the main thread; any failure is final, and every later call repeats it.
 
-    The rank leads its replica: its child process drives all of the replica's devices. On `load` the engine reads
-    `weights`, which other replicas of the node may share.
+    The rank leads its replica: its child process drives all of the replica's devices. It reads `weights`, bucket by
+    bucket, which other replicas of the node read too.
     """
 
     def __init__(
@@ -59,12 +60,18 @@ class VllmEngine:
         self._start_timeout = start_timeout
         self._ready = False
         self._version: int | None = None
+        self._awake = _ALL
         self._calls = 0
         self._running: int | None = None
         self._failure: str | None = None
         self._child = Child("verl.generation.vllm.entry", environment, log_path)
         self._channel = Channel(self._child.socket, stage_timeout)
-        start = {"arguments": arguments, "path": weights.path, "layout": layout_to_json(weights.layout)}
+        start = {
+            "arguments": arguments,
+            "path": weights.path,
+            "buckets": [layout_to_json(bucket) for bucket in weights.buckets],
+            "slots": weights.slots,
+        }
         self._send(Message("start", start), doing="starting")
 
     @property
@@ -74,7 +81,7 @@ class VllmEngine:
 
     @property
     def version(self) -> int | None:
-        """Of the weights that it runs; None before the first load, after `sleep`, and after a load that failed."""
+        """Of the weights that it runs; None before the first load, within one, and after one that failed."""
         return self._version
 
     def wait_ready(self) -> None:
@@ -90,16 +97,28 @@ class VllmEngine:
                 )
             self._on_progress()
 
-    def weights(self) -> dict[str, Tensor]:
-        return self._weights.tensors()
+    @property
+    def memory(self) -> WeightBuffer:
+        """Where buckets of weights are written for it."""
+        return self._weights
 
-    def load(self, version: int) -> None:
-        """Raises EngineError if it failed. The weights may be mixed then: the engine is dead rather than use them."""
+    def begin_load(self) -> None:
         self._settle()
         self._version = None
-        doing = f"loading weights of version {version}"
-        self._send(Message("load", {"version": version}), doing)
-        self._expect("loaded", doing)
+        self._send(Message("begin"), _LOADING)
+
+    def take_bucket(self, number: int) -> None:
+        self._send(Message("take", {"bucket": number}), _LOADING)
+
+    def await_bucket(self) -> None:
+        """Raises EngineError if it failed. The weights are mixed then: the engine is dead rather than use them."""
+        self._expect("taken", _LOADING)
+
+    def commit(self, version: int) -> None:
+        """Raises EngineError as `await_bucket` does."""
+        doing = f"committing weights of version {version}"
+        self._send(Message("commit", {"version": version}), doing)
+        self._expect("committed", doing)
         self._version = version
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Sample]:
@@ -112,7 +131,8 @@ class VllmEngine:
         self._check(requests, sampling)
         self._settle()
         if self._version is None:
-            raise EngineError(f"{self._name}: it holds no weights that may be used. Call load before generate.")
+            raise EngineError(f"{self._name}: it holds no weights that may be used. Load some before generate.")
+        assert self._awake == _ALL, f"{self._name} sleeps"
         self._calls += 1
         self._running = self._calls
         ordered = sorted(requests, key=lambda request: request.row)
@@ -120,25 +140,28 @@ class VllmEngine:
         return self._stream(self._calls, len(ordered))
 
     def sleep(self) -> None:
-        """Frees the devices' memory for the trainer: vLLM's sleep level 2, which also drops the weights.
+        """Frees devices' memory for the trainer. It is vLLM's sleep level 1, which keeps the weights in host memory, as
+        there may be more to generate before the next ones come. The KV cache is lost.
 
         Does nothing on the CPU, and where the replica has its devices for itself. Has never been run on a GPU.
         """
-        if self._sleeps:
+        if self._sleeps and self._awake:
             self._settle()
-            self._version = None
+            self._awake = frozenset()
             self._send(Message("sleep"), doing="going to sleep")
             self._expect("asleep", doing="going to sleep")
 
     def wake(self, *tags: str) -> None:
-        """Takes memory back: "weights", then after a `load` "kv_cache"; without a tag, both.
+        """Takes memory back for "weights" (to load new ones) and for the "kv_cache" (to generate), as far as it sleeps.
 
-        Does nothing on the CPU, and where the replica has its devices for itself. Has never been run on a GPU.
+        Has never been run on a GPU.
         """
-        if self._sleeps:
+        asleep = [tag for tag in tags if tag not in self._awake]
+        if asleep:
             self._settle()
-            self._send(Message("wake", {"tags": list(tags) or None}), doing="waking up")
+            self._send(Message("wake", {"tags": asleep}), doing="waking up")
             self._expect("awake", doing="waking up")
+            self._awake |= frozenset(asleep)
 
     def close(self) -> None:
         """Asks the engine to leave, and kills what has not left. May be called again, and after a failure."""

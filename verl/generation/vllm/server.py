@@ -67,7 +67,7 @@ class Server:
         self._version: int | None = None
         self._call = 0
         self._running: dict[str, int] = {}  # row of each request that has not finished, by its name in vLLM
-        self._llm.collective_rpc("verl_open_weights", args=(start["path"], start["layout"]))
+        self._llm.collective_rpc("verl_open_weights", args=(start["path"], start["buckets"], start["slots"]))
 
     def run(self) -> None:
         """Until the rank says quit, or is gone."""
@@ -86,8 +86,15 @@ class Server:
 
     def _handle(self, message: Message) -> None:
         match message.kind:
-            case "load":
-                self._load(message.fields["version"])
+            case "begin":
+                assert not self._running, "weights change between two calls of generate"
+                self._version = None
+                self._llm.collective_rpc("verl_begin_load")
+            case "take":
+                self._llm.collective_rpc("verl_take_bucket", args=(message.fields["bucket"],))
+                self._outbox.put(Message("taken"))
+            case "commit":
+                self._commit(message.fields["version"])
             case "generate":
                 self._generate(*parse_generate(message))
             case "abort":
@@ -95,8 +102,7 @@ class Server:
                 self._running.clear()
                 self._outbox.put(Message("aborted", message.fields))
             case "sleep":
-                self._version = None
-                self._llm.sleep(level=2)
+                self._llm.sleep(level=1)
                 self._outbox.put(Message("asleep"))
             case "wake":
                 self._llm.wake_up(message.fields["tags"])
@@ -104,15 +110,13 @@ class Server:
             case kind:
                 raise AssertionError(f"a message of kind {kind}")
 
-    def _load(self, version: int) -> None:
-        assert not self._running, "weights change between two calls of generate"
-        self._version = None
-        self._llm.collective_rpc("verl_load_weights")
+    def _commit(self, version: int) -> None:
+        self._llm.collective_rpc("verl_finish_load")
         # The cached keys and values of a prefix come from the old weights.
         if not self._llm.reset_prefix_cache() and self._caches_prefixes:
             raise RuntimeError("vLLM did not reset its prefix cache")
         self._version = version
-        self._outbox.put(Message("loaded", {"version": version}))
+        self._outbox.put(Message("committed"))
 
     def _generate(self, call: int, requests: list[Request], sampling: Sampling) -> None:
         assert self._version is not None, "no weights are loaded"
@@ -127,6 +131,7 @@ class Server:
 
     def _step(self) -> bool:
         """One token for everything that runs. Have samples been sent?"""
+        assert self._version is not None
         outputs: list[Any] = self._engine.step()
         finished = [output for output in outputs if output.finished]
         for output in finished:
@@ -136,6 +141,7 @@ class Server:
                 token_ids=list(completion.token_ids),
                 logprobs=completion.logprobs.logprobs,  # flat: one for each token
                 ended=completion.finish_reason == "stop",
+                version=self._version,
             )
             assert len(sample.token_ids) == len(sample.logprobs)
             self._outbox.put(sample_message(self._call, sample))

@@ -20,8 +20,8 @@ _PREFIX = struct.Struct("!IQ")  # bytes of the JSON header, bytes of the body
 @dataclass(frozen=True)
 class Message:
     kind: str
-    """To the engine: start, load, generate, abort, sleep, wake, quit.
-    Back: ready, loaded, sample, aborted, asleep, awake; progress, a mere sign of life; error, the last one."""
+    """To the engine: start, begin (a load), take (a bucket), commit, generate, abort, sleep, wake, quit.
+    Back: ready, taken, committed, sample, aborted, asleep, awake; progress, a sign of life; error, the last one."""
     fields: dict[str, Any] = field(default_factory=dict)
     body: bytes = b""
     """Token ids and log-probs, in the machine's own byte order: both ends run on one machine."""
@@ -103,7 +103,7 @@ def parse_generate(message: Message) -> tuple[int, list[Request], Sampling]:
 
 def sample_message(call: int, sample: Sample) -> Message:
     body = np.asarray(sample.token_ids, dtype=np.int32).tobytes() + np.asarray(sample.logprobs, np.float32).tobytes()
-    return Message("sample", {"call": call, "row": sample.row, "ended": sample.ended}, body)
+    return Message("sample", {"call": call, "row": sample.row, "ended": sample.ended, "version": sample.version}, body)
 
 
 def parse_sample(message: Message) -> tuple[int, Sample]:
@@ -111,4 +111,4 @@ def parse_sample(message: Message) -> tuple[int, Sample]:
     token_ids = np.frombuffer(message.body[:half], dtype=np.int32).tolist()
     logprobs = np.frombuffer(message.body[half:], dtype=np.float32).tolist()
     fields = message.fields
-    return fields["call"], Sample(fields["row"], token_ids, logprobs, fields["ended"])
+    return fields["call"], Sample(fields["row"], token_ids, logprobs, fields["ended"], fields["version"])

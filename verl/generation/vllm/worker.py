@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from verl.generation.vllm.buffer import WeightBuffer, layout_from_json
+from verl.generation.vllm.loaders import Loader, make_loader
 
 
 class WeightLoader:
@@ -21,43 +21,38 @@ class WeightLoader:
     device: torch.device
     vllm_config: Any
 
-    verl_weights: dict[str, Tensor]
+    verl_weights: WeightBuffer
+    verl_loader: Loader
+    verl_wanted: set[str]
+    """Parameters of the model that the load under way has not brought yet."""
 
-    def verl_open_weights(self, path: str, layout: list[list[Any]]) -> None:
-        buffer = WeightBuffer.open(path, layout_from_json(layout))
-        self.verl_weights = buffer.tensors()
-        buffer.close()
-        # It warns of every tied head and rotary embedding; what is truly missing is found in verl_load_weights.
+    def verl_open_weights(self, path: str, buckets: list[list[list[Any]]], slots: int) -> None:
+        self.verl_weights = WeightBuffer.open(path, [layout_from_json(bucket) for bucket in buckets], slots)
+        self.verl_weights.close()
+        # It warns of every tied head and rotary embedding; what is truly missing is found in verl_finish_load.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        self.verl_loader = make_loader(self.get_model(), self.device, self.vllm_config.model_config)
 
-    def verl_load_weights(self) -> None:
-        """Put this worker's part of the shared weights into its model.
+    def verl_begin_load(self) -> None:
+        self.verl_wanted = {name for name, _ in self.get_model().named_parameters()}
+        self._verl_in_vllm(self.verl_loader.begin)
 
-        vLLM's own layer by layer reload is used, since on the CPU a linear layer's weight exists only packed for
-        oneDNN. Raises ValueError where the shared weights leave a parameter of the model as it was.
-        """
+    def verl_take_bucket(self, number: int) -> None:
+        """Put this worker's part of a bucket into its model. The bucket is not read any more afterwards."""
+        tensors = self.verl_weights.tensors(number)
+        self.verl_wanted -= self._verl_in_vllm(lambda: self.verl_loader.take(tensors))
+
+    def verl_finish_load(self) -> None:
+        """Raises ValueError where the load has left a parameter of the model as it was."""
+        self._verl_in_vllm(self.verl_loader.finish)
+        if self.verl_wanted:
+            missing = ", ".join(sorted(self.verl_wanted))
+            model = type(self.get_model()).__name__
+            raise ValueError(f"the trainer's weights hold nothing for {missing} of {model}")
+
+    def _verl_in_vllm(self, do: Callable[[], Any]) -> Any:
+        """In the surroundings in which vLLM loads weights."""
         from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        model: Any = self.get_model()
-        wanted = {name for name, _ in model.named_parameters()}
-        with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(model)
-            loaded = model.load_weights(iter(self.verl_weights.items()))
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
-            if self.device.type == "cpu":
-                _refresh_tied_heads(model)
-        if missing := sorted(wanted - loaded):
-            raise ValueError(f"the trainer's weights hold nothing for {', '.join(missing)} of {type(model).__name__}")
-
-
-def _refresh_tied_heads(model: Module) -> None:
-    """On the CPU an output layer keeps a packed copy of the embedding that it shares, which a reload does not renew."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    for head in embeddings:
-        if isinstance(head, ParallelLMHead) and any(
-            other is not head and other.weight is head.weight for other in embeddings
-        ):
-            head.quant_method.process_weights_after_loading(head)
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            return do()

@@ -33,7 +33,7 @@ class Tiny:
         """With the model's weights loaded."""
         engine = TorchEngine(str(self.folder), dtype, torch.device("cpu"), max_num_seqs, False, on_progress)
         self.copy_weights(engine)
-        engine.load(version=0)
+        engine.commit(version=0)
         return engine
 
     def copy_weights(self, engine: TorchEngine) -> None:

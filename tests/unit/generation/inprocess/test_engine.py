@@ -224,7 +224,7 @@ def test_without_weights_it_refuses(tiny: Callable[[str], Tiny]) -> None:
     with pytest.raises(RuntimeError, match="before load"):
         engine.generate(requests(1), sampling())
     model.copy_weights(engine)
-    engine.load(version=3)
+    engine.commit(version=3)
     assert len(list(engine.generate(requests(1), sampling()))) == 1
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -238,7 +238,7 @@ def test_a_forgotten_parameter_shows(tiny: Callable[[str], Tiny]) -> None:
     for name, target in engine.weights().items():
         if name != "model.layers.1.mlp.up_proj.weight":
             target.copy_(source[name])
-    engine.load(version=0)
+    engine.commit(version=0)
     with pytest.raises(FloatingPointError, match="row 0"):
         list(engine.generate(requests(1), sampling()))
 
@@ -252,7 +252,7 @@ def test_new_weights_are_used_and_a_tied_head_follows(tiny: Callable[[str], Tiny
     with torch.no_grad():
         for tensor in engine.weights().values():
             tensor.mul_(0.9)
-    engine.load(version=1)
+    engine.commit(version=1)
     with torch.no_grad():
         saved = [parameter.clone() for parameter in model.hf.parameters()]
         for parameter in model.hf.parameters():
@@ -268,6 +268,48 @@ def test_new_weights_are_used_and_a_tied_head_follows(tiny: Callable[[str], Tiny
         finally:
             for parameter, value in zip(model.hf.parameters(), saved, strict=True):
                 parameter.copy_(value)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_trainers_own_tensors_are_computed_with_and_not_copied(
+    tiny: Callable[[str], Tiny], architecture: str
+) -> None:
+    """All but one, which the trainer has in part, and one that it has in another dtype."""
+    model = tiny(architecture)
+    trained = {name: parameter.detach().clone() for name, parameter in model.hf.named_parameters()}
+    whole = dict(trained)
+    part, other = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+    trained[part], trained[other] = trained[part][:3], trained[other].double()
+    engine, asked, greedy = model.engine(), requests(3), sampling(temperature=0.0)
+    expected = by_row(engine.generate(asked, greedy))
+    engine.adopt(trained)
+    for name, tensor in engine.weights().items():
+        assert (tensor.data_ptr() == trained[name].data_ptr()) is (name not in (part, other)), name
+    assert by_row(engine.generate(asked, greedy)) == expected
+    whole["model.embed_tokens.weight"].mul_(0.5)  # the trainer's step, in place
+    engine.begin_load()
+    engine.commit(version=1)
+    changed = by_row(engine.generate(asked, greedy))
+    model.copy_weights(fresh := TorchEngine(str(model.folder), torch.float32, torch.device("cpu"), 64, False, _nothing))
+    fresh.weights()["model.embed_tokens.weight"].copy_(whole["model.embed_tokens.weight"])
+    fresh.commit(version=1)
+    assert changed == by_row(fresh.generate(asked, greedy)) != expected
+    engine.close()
+    assert torch.equal(trained["model.embed_tokens.weight"], whole["model.embed_tokens.weight"]), "the trainer's stay"
+
+
+def test_nothing_is_generated_within_a_load(tiny: Callable[[str], Tiny]) -> None:
+    engine = tiny("llama").engine()
+    engine.begin_load()
+    with pytest.raises(RuntimeError, match="no whole weights"):
+        engine.generate(requests(1), sampling())
+    engine.commit(version=5)
+    (sample,) = engine.generate(requests(1), sampling())
+    assert sample.version == 5
+
+
+def _nothing() -> None:
+    """No progress is shown."""
 
 
 # -- what cannot be served ---------------------------------------------------------------------------------------------

@@ -1,0 +1,218 @@
+"""The terms of a role's memory: counted by hand, and held against what torch really keeps."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.advice import shape
+from verl.advise import memory
+from verl.advise.memory import PROCESS_BYTES, Tokens
+from verl.advise.model import ModelShape, shape_of
+from verl.mesh.spec import Device, HybridEngine, Parallelism, RoleSpec, RolloutSpec
+from verl.model.heads import Head
+
+TOKENS = Tokens(micro_batch=64, longest=32, chunk=16, accumulates=False)
+
+
+def role(num_devices: int = 1, tp: int = 1, pp: int = 1) -> RoleSpec:
+    return RoleSpec(tuple(Device(None, i) for i in range(num_devices)), Parallelism(True, tp, pp))
+
+
+def rollout(tp: int = 1, **engine_kwargs: object) -> RolloutSpec:
+    devices = tuple(Device(None, i) for i in range(tp))
+    return RolloutSpec(devices, Parallelism(False, tp), max_num_seqs=4, engine_kwargs=engine_kwargs)
+
+
+def trained(model: ModelShape, spec: RoleSpec, tokens: Tokens = TOKENS, stage: int = 0) -> memory.Need:
+    return memory.trained(model, model.split(spec, spec.data_parallel_size), stage, 2, tokens, spec, reshards=True)
+
+
+# -- parameters, gradients, optimizer --------------------------------------------------------------------------------
+
+
+def test_one_device_holds_twelve_bytes_a_parameter_and_four_of_gradient():
+    model = shape()
+    need = trained(model, role())
+    assert need.stays == {"parameters": 4 * model.num_elements, "optimizer": 8 * model.num_elements}
+    ends = trained(model, role(), replace(TOKENS, micro_batch=1, accumulates=True))
+    assert ends.at_work["gradients"] == 4 * model.num_elements
+
+
+def test_fsdp_shards_rows_in_ceil_chunks():
+    """Of 3 ranks the first one holds the most: a third of each first dimension, rounded up."""
+    model = shape()
+    by_hand = sum(-(-size[0] // 3) * prod(size[1:]) for size in model.shapes.values())
+    assert trained(model, role(3)).stays["parameters"] == 4 * by_hand > 4 * model.num_elements // 3
+
+
+def test_gradients_that_wait_for_their_micro_batches_are_whole():
+    model, many = shape(), replace(TOKENS, accumulates=True)
+    assert trained(model, role(4), many).at_work["gradients"] == 4 * model.num_elements
+    halves = memory.held(model, model.split(role(4, tp=2), 2), 0)
+    assert trained(model, role(4, tp=2), many).at_work["gradients"] == 4 * halves.whole < 4 * model.num_elements
+
+
+def test_tensor_parallelism_halves_matrices_and_not_norms():
+    model = shape()
+    norms = sum(prod(size) for name, size in model.shapes.items() if "norm" in name)
+    half = memory.held(model, model.split(role(2, tp=2), 1), 0)
+    assert half.whole == (model.num_elements - norms) // 2 + norms
+
+
+def test_stages_hold_the_model_once_and_a_tied_embedding_twice():
+    for tied in (False, True):
+        model = shape(tie_word_embeddings=tied)
+        split = model.split(role(2, pp=2), 1)
+        first, last = (memory.held(model, split, stage) for stage in range(2))
+        assert first.whole + last.whole == model.num_elements + (320 * 48 if tied else 0)
+        assert first.layers + last.layers == 3 and (first.ends, last.ends) == (False, True)
+
+
+@given(st.sampled_from([1, 2, 3, 5, 8]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3]))
+def test_the_shards_of_all_devices_are_the_model_at_least(dp: int, tp: int, pp: int):
+    model = shape()
+    split = model.split(role(dp * tp * pp, tp=tp, pp=pp), dp)
+    total = sum(memory.held(model, split, stage).sharded * dp * tp for stage in range(pp))
+    assert total >= model.num_elements
+    rows = sum(dp * prod(size[1:]) for size in model.shapes.values())
+    assert total <= tp * (model.num_elements + rows)  # padding, and norms on each tensor-parallel rank
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
+
+
+def kept_by_autograd(kind: str, num_layers: int) -> int:
+    """Bytes of all storages that autograd saves in the forward pass of a decoder, without its parameters."""
+    config = AutoConfig.for_model(
+        kind, hidden_size=64, intermediate_size=176, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
+        num_hidden_layers=num_layers, vocab_size=100,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ids = torch.zeros(1, 128, dtype=torch.int64)
+        model.base_model(input_ids=ids, position_ids=torch.arange(128)[None], use_cache=False)
+    return sum(storage.nbytes() for key, storage in saved.items() if key not in own)
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("llama", 0.01), ("qwen2", 0.01), ("qwen3", 0.02), ("mistral", 0.01)])
+def test_a_layer_keeps_what_autograd_keeps(kind: str, tolerance: float):
+    measured = (kept_by_autograd(kind, 3) - kept_by_autograd(kind, 1)) / 2 / 128
+    config = AutoConfig.for_model(
+        kind, hidden_size=64, intermediate_size=176, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
+        num_hidden_layers=1, vocab_size=100,
+    )  # fmt: skip
+    reckoned = memory.layer_bytes(shape_of(config, kind), 2, TOKENS)
+    assert reckoned == pytest.approx(measured, rel=tolerance)
+
+
+def test_llama_7b_by_the_published_shape_of_a_layer():
+    """20 h + 4 kv + 8 i bytes a token in bfloat16, and the row sums of the attention: counted by hand."""
+    model = replace(
+        shape(), hidden_size=4096, intermediate_size=11008, num_heads=32, num_kv_heads=32, head_dim=128, normed=2 * 4096
+    )
+    assert memory.layer_bytes(model, 2, TOKENS) == 20 * 4096 + 4 * 4096 + 8 * 11008 + 4 * 32
+
+
+def test_checkpointing_keeps_a_layers_input_alone():
+    model = shape()
+    split = model.split(role(), 1)
+    everything, checkpointed = (
+        memory.activations(
+            model, memory.held(model, split, 0), split, 0, 2, TOKENS, HybridEngine(activation_checkpointing=on), 1
+        )
+        for on in (False, True)
+    )
+    layer, inputs = 64 * memory.layer_bytes(model, 2, TOKENS), 64 * 48 * 2
+    assert everything == 3 * layer + 6 * inputs
+    assert checkpointed == 3 * inputs + layer + 6 * inputs
+
+
+def test_activations_on_the_host_leave_two_layers():
+    model = shape()
+    part = memory.held(model, model.split(role(), 1), 0)
+    hybrid = HybridEngine(offload_activations=True)
+    on_device = memory.activations(model, part, model.split(role(), 1), 0, 2, TOKENS, hybrid, 1)
+    assert on_device == 3 * 64 * memory.layer_bytes(model, 2, TOKENS)
+
+
+@pytest.mark.parametrize(("stage", "under_way"), [(0, 4), (1, 3), (2, 2), (3, 1)])
+def test_an_early_stage_has_more_micro_batches_under_way(stage: int, under_way: int):
+    """1F1B: stage s of p holds p - s (Narayanan et al. 2021)."""
+    assert memory.parts_under_way(stage, 4, 1) == under_way
+
+
+def test_attention_without_flash_keeps_more():
+    model = shape()
+    flash, sdpa, eager = (
+        memory.layer_bytes(model, 2, replace(TOKENS, attention=kind)) for kind in ("flash_attention_2", "sdpa", "eager")
+    )
+    assert sdpa - flash == 2 * 32 and eager - flash == 6 * 6 * 32
+
+
+# -- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_the_value_head_has_no_logits():
+    need = trained(shape(head=Head.token_value), role())
+    assert "logits" not in need.at_work
+
+
+def test_a_frozen_role_holds_its_parameters_in_its_dtype():
+    model = shape()
+    need = memory.frozen(model, model.split(role(2), 2), 0, 2, TOKENS, reshards=True)
+    assert need.stays == {"parameters": 2 * memory.held(model, model.split(role(2), 2), 0).sharded}
+    assert "gradients" not in need.at_work
+
+
+def test_a_model_that_stays_gathered():
+    model = shape()
+    need = memory.frozen(model, model.split(role(2), 2), 0, 2, TOKENS, reshards=False)
+    assert need.at_work["gathered layers"] == 2 * model.num_elements
+
+
+def test_the_cache_of_a_token():
+    """Keys and values in bfloat16: of Llama-3-70B 320 KiB, as 2 x 80 layers x 8 heads x 128 x 2 bytes are."""
+    large = replace(shape(), num_layers=80, num_kv_heads=8, head_dim=128)
+    assert memory.cache_bytes(large, 1, 2) == 320 * 1024
+    assert memory.cache_bytes(large, 8, 2) == 40 * 1024
+    assert memory.cache_bytes(large, 16, 2) == 40 * 1024  # a head is on two devices then
+
+
+def test_vllm_alone_fills_its_share_of_the_device():
+    need = memory.vllm(shape(), rollout(), 2, 32, device_memory=80 << 30, shares=False)
+    assert need.total + PROCESS_BYTES == int(0.92 * (80 << 30)) and not need.at_work
+    less = memory.vllm(shape(), rollout(gpu_memory_utilization=0.5), 2, 32, device_memory=80 << 30, shares=False)
+    assert less.total + PROCESS_BYTES == 40 << 30
+
+
+def test_vllm_that_shares_its_devices_sleeps_and_has_the_cache_that_it_is_given():
+    need = memory.vllm(shape(), rollout(kv_cache_memory_bytes=1 << 30), 2, 32, device_memory=80 << 30, shares=True)
+    assert not need.stays and need.term("KV cache") == 1 << 30
+
+
+def test_without_a_size_the_cache_is_what_all_sequences_may_need():
+    need = memory.vllm(shape(), rollout(), 2, 32, device_memory=None, shares=True)
+    assert need.term("KV cache") == 4 * 32 * memory.cache_bytes(shape(), 1, 2)
+
+
+def test_an_engine_splits_its_weights():
+    model = shape()
+    assert memory.engine_weights(model, 1, 2) == 2 * model.num_elements
+    assert model.num_elements < memory.engine_weights(model, 2, 2) < 2 * model.num_elements
+
+
+def test_an_engine_in_the_process_has_a_cache_while_it_generates():
+    need = memory.in_process(shape(), rollout(), 2, 32)
+    assert set(need.stays) == {"weights"} and need.at_work["KV cache"] == 4 * 32 * memory.cache_bytes(shape(), 1, 2)

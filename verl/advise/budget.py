@@ -1,0 +1,146 @@
+"""The memory of every device of a job: what each of its roles takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from verl.advise import memory
+from verl.advise.job import Job
+from verl.advise.memory import PROCESS_BYTES, Need, Tokens
+from verl.advise.model import ModelShape
+from verl.checks import mini_batches
+from verl.config import PPOConfig
+from verl.generation.residency import sharing
+from verl.mesh.spec import RolloutSpec
+
+TRAINED = ("actor", "critic")
+ITEMSIZE = {None: 2, "bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a mesh's dtype."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Devices that hold the same. Bytes."""
+
+    ranks: tuple[int, ...]
+    needs: Mapping[str, Need]
+    """By role."""
+    processes: int
+    """On each device: the rank's own, and a vLLM worker."""
+    shares: bool
+    """A vLLM engine takes turns with other roles on the device, or on another one of its replica."""
+
+    @property
+    def worker(self) -> str:
+        """The role that takes most while it has its turn."""
+        return max(self.needs, key=lambda role: sum(self.needs[role].at_work.values()))
+
+    @property
+    def overhead(self) -> int:
+        return self.processes * PROCESS_BYTES
+
+    @property
+    def stays(self) -> int:
+        return self.overhead + sum(sum(need.stays.values()) for need in self.needs.values())
+
+    @property
+    def peak(self) -> int:
+        return self.stays + sum(self.needs[self.worker].at_work.values())
+
+    def terms(self) -> Iterator[tuple[str, int]]:
+        """What the peak is made of, "role term" and bytes."""
+        for role, need in self.needs.items():
+            yield from ((f"{role} {name}", size) for name, size in need.stays.items() if size)
+            if role == self.worker:
+                yield from ((f"{role} {name}", size) for name, size in need.at_work.items() if size)
+        yield "CUDA and NCCL", self.overhead
+
+
+def budgets(job: Job, models: Mapping[str, ModelShape], config: PPOConfig, device_memory: int | None) -> list[Budget]:
+    """What each device of the job holds, alike ones together; those without a model are left out.
+
+    Args:
+        job: the mesh with its ranks, in which every role can be split as it says.
+        models: by role; a role without a model needs nothing.
+        config: batch sizes and token budgets.
+        device_memory: bytes of a device; None where it is not known.
+    """
+    modelled = [place for role, place in job.placements.items() if role != "rollout" and role in models]
+
+    @cache
+    def need(role: str, stage: int, shares: bool) -> Need:
+        if role == "rollout":
+            return _engine(job, models[role], config, device_memory, shares)
+        return _trainer(job, role, stage, models[role], config)
+
+    alike: dict[tuple[bool, tuple[tuple[str, int], ...]], list[int]] = {}
+    for process in job.processes:
+        places = tuple(
+            (role, job.placements[role].coordinate(process.rank).pp)
+            for role in job.roles_on(process.rank)
+            if role in models
+        )
+        if places:
+            shares = runs_vllm(job) and sharing(job.placements["rollout"], modelled, process.rank) is not None
+            alike.setdefault((shares, places), []).append(process.rank)
+    return [
+        Budget(
+            tuple(ranks),
+            {role: need(role, stage, shares) for role, stage in places},
+            processes=2 if runs_vllm(job) and "rollout" in dict(places) else 1,
+            shares=shares,
+        )
+        for (shares, places), ranks in alike.items()
+    ]
+
+
+def runs_vllm(job: Job) -> bool:
+    """`auto` is vLLM wherever there is a GPU to reckon with."""
+    spec = job.spec("rollout")
+    return isinstance(spec, RolloutSpec) and spec.backend != "torch"
+
+
+def longest(config: PPOConfig) -> int:
+    """Tokens of the longest sequence."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def tokens_of(role: str, config: PPOConfig, dp: int) -> Tokens:
+    """What a device of a role with `dp` data-parallel ranks is given at a time."""
+    budget = {
+        "actor": config.actor.max_tokens_per_micro_batch,
+        "critic": config.critic.max_tokens_per_micro_batch,
+        "reference": config.reference.max_tokens_per_micro_batch,
+        "reward": config.reward.model.max_tokens_per_micro_batch,
+    }[role]
+    prompts = mini_batches(config).get(role, config.data.train_batch_size)
+    tokens = max(1, -(-prompts // dp)) * config.rollout.n * longest(config)
+    micro_batch = min(max(budget, longest(config)), tokens)
+    attention = config.model.attn_implementation
+    return Tokens(
+        micro_batch=micro_batch,
+        longest=longest(config),
+        chunk=config.model.logprob_chunk_tokens,
+        accumulates=tokens > micro_batch,
+        attention="flash_attention_2" if attention == "auto" else attention,
+    )
+
+
+def _trainer(job: Job, role: str, stage: int, model: ModelShape, config: PPOConfig) -> Need:
+    spec, dp = job.spec(role), job.placements[role].dp
+    split, tokens = model.split(spec, dp), tokens_of(role, config, dp)
+    said = config.model.reshard_after_forward
+    reshards = split.pp == 1 if said is None else said  # a pipeline would gather a layer again for each micro-batch
+    if role in TRAINED:
+        return memory.trained(model, split, stage, ITEMSIZE[spec.dtype], tokens, spec, reshards)
+    return memory.frozen(model, split, stage, ITEMSIZE[spec.dtype], tokens, reshards)
+
+
+def _engine(job: Job, model: ModelShape, config: PPOConfig, device_memory: int | None, shares: bool) -> Need:
+    spec = job.spec("rollout")
+    assert isinstance(spec, RolloutSpec)
+    if runs_vllm(job):
+        return memory.vllm(model, spec, ITEMSIZE[spec.dtype], longest(config), device_memory, shares)
+    return memory.in_process(model, spec, ITEMSIZE[spec.dtype], longest(config))

@@ -1,0 +1,76 @@
+"""Whether a role's degrees suit its model and its nodes. Every problem has its place and the sizes that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from verl.advise.job import Job
+from verl.advise.model import ModelShape
+from verl.mesh.spec import RoleSpec
+from verl.parallel.support import unsupported
+
+_MOST_OFFERED = 8
+
+
+def spanning(job: Job) -> Iterator[str]:
+    """Replicas of the rollout that lie on more than one node."""
+    placement, spec = job.placements["rollout"], job.spec("rollout")
+    for number in range(placement.dp):
+        ranks = placement.ranks[number * placement.tp : (number + 1) * placement.tp]
+        nodes = dict.fromkeys(job.node_of[rank] for rank in ranks)
+        if len(nodes) > 1:
+            devices = ", ".join(job.device(rank) for rank in ranks)
+            yield (
+                f"{job.mesh.place('rollout.devices')}: rollout.devices: replica {number} ({devices}) lies on "
+                f"{len(nodes)} nodes, and an engine runs on one; list the {spec.tensor_parallel_size} devices of each "
+                "replica (tensor_parallel_size) one after the other from one node, or lower tensor_parallel_size"
+            )
+
+
+def unsuitable(job: Job, models: Mapping[str, ModelShape]) -> Iterator[str]:
+    """Degrees that do not divide what they split. `models`: by role; a role whose model is not known is left out."""
+    for role in job.mesh.roles:
+        if role in job.placements and role in models:
+            yield from _of_role(job, role, job.mesh.roles[role], models[role])
+
+
+def _of_role(job: Job, role: str, spec: RoleSpec, model: ModelShape) -> Iterator[str]:
+    tp, pp, parts = spec.tensor_parallel_size, spec.pipeline_parallel_size, spec.parallelism.virtual_stages
+    if role == "rollout":
+        wrong = list(_unsplit(model, tp))
+        if wrong:
+            key = "rollout.tensor_parallel_size"
+            yield (
+                f"{job.mesh.place(key)}: {key}: {tp} does not suit {model.name}: {', '.join(wrong)}; "
+                f"{_offer(len(job.placements[role].ranks), model)}"
+            )
+        return
+    for message in unsupported(model.config, tp, pp):
+        setting, _, rest = message.partition(": ")
+        key = f"{role}.parallelism.{setting.removeprefix('parallelism.')}"
+        yield f"{job.mesh.place(key)}: {key}: {rest} ({model.name})"
+    if pp > 1 and model.uncut:
+        key = f"{role}.parallelism.pipeline_parallel_size"
+        yield f"{job.mesh.place(key)}: {key}: {pp}: {model.uncut}"
+    if parts > 1 and pp <= model.num_layers < pp * parts:
+        key = f"{role}.parallelism.virtual_stages"
+        yield (
+            f"{job.mesh.place(key)}: {key}: {pp} stages of {parts} parts for the {model.num_layers} layers of "
+            f"{model.name}; set it to {model.num_layers // pp} or less"
+        )
+
+
+def _unsplit(model: ModelShape, tp: int) -> Iterator[str]:
+    """What an engine on `tp` devices cannot share out. It fills an uneven vocabulary up by itself."""
+    if model.num_heads % tp:
+        yield f"it does not divide {model.num_heads} attention heads"
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        yield f"it neither divides {model.num_kv_heads} key-value heads nor is a multiple of them"
+    if model.intermediate_size % tp:
+        yield f"it does not divide the intermediate size {model.intermediate_size}"
+
+
+def _offer(count: int, model: ModelShape) -> str:
+    fits = [size for size in range(1, count + 1) if count % size == 0 and not any(_unsplit(model, size))]
+    devices = "1 device" if count == 1 else f"{count} devices"
+    return f"with {devices} it may be {', '.join(map(str, fits[:_MOST_OFFERED]))}"

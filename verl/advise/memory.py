@@ -1,0 +1,257 @@
+"""What a role takes of a device's memory, term by term. Pure: shapes, degrees and tokens in, bytes out.
+
+Parameters, gradients and optimizer state are exact. Activations are counted from what autograd keeps of a Llama-like
+layer; on other architectures they are near that. Roles with a model are not moved off a device while another role has
+its turn, so what stays of each adds up, and what a role takes while it computes is needed by one at a time. An engine
+of vLLM's that shares its devices sleeps while others compute (`verl.generation.residency`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from verl.advise.model import ModelShape
+from verl.mesh.spec import HybridEngine, RoleSpec, RolloutSpec
+from verl.parallel.schedule import Kind, schedule
+from verl.reshard.boxes import Split
+
+FLOAT32 = 4
+PROCESS_BYTES = 1 << 30
+"""Of each process on a GPU beside its tensors: the CUDA context and NCCL's buffers. A rule of thumb."""
+ENGINE_SHARE = 0.92
+"""Of a device that vLLM has for itself: the default of its gpu_memory_utilization."""
+ENGINE_TOKENS = 8192
+"""Tokens of one forward of vLLM: the default of its max_num_batched_tokens."""
+GATHERED_LAYERS = 2
+"""FSDP gathers the next layer while one is computed."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one role on one device, each term by its name."""
+
+    stays: Mapping[str, int] = field(default_factory=dict)
+    """Held from the start to the end of a run."""
+    at_work: Mapping[str, int] = field(default_factory=dict)
+    """Held besides while the role computes, at the moment when it is most."""
+
+    def term(self, name: str) -> int:
+        return self.stays.get(name, 0) + self.at_work.get(name, 0)
+
+    @property
+    def total(self) -> int:
+        return sum(self.stays.values()) + sum(self.at_work.values())
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a device is given at a time."""
+
+    micro_batch: int
+    """Tokens of one forward or forward-backward."""
+    longest: int
+    """Tokens of the longest sequence, prompt and response."""
+    chunk: int
+    """Tokens whose logits are held at once."""
+    accumulates: bool
+    """An optimizer step has more than one micro-batch. FSDP then keeps whole float32 gradients until the last one."""
+    attention: str = "flash_attention_2"
+    """What else attention keeps for the backward pass: a mask (sdpa) or the probabilities (eager)."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Numbers of elements at one place (stage, tensor-parallel index) of a split model."""
+
+    sharded: int
+    """Of this rank's shards, with FSDP's padding."""
+    whole: int
+    """Of the place: what its data-parallel ranks share out."""
+    largest_layer: int
+    root: int
+    """Of `whole` outside the layers, which FSDP gathers as one."""
+    layers: int
+    """Number of layers."""
+    ends: bool
+    """Whether the head is here."""
+
+
+def held(model: ModelShape, split: Split, stage: int) -> Held:
+    shards = split.dp if split.fsdp else 1
+    sharded = 0
+    by_unit: dict[int, int] = {}
+    for name, shape in model.shapes.items():
+        if stage not in split.stages.get(name, range(split.pp)):
+            continue
+        local = list(shape)
+        if name in split.tp_dims:
+            local[split.tp_dims[name]] = -(-local[split.tp_dims[name]] // split.tp)
+        sharded += -(-local[0] // shards) * prod(local[1:])
+        unit = model.units[name][0]
+        by_unit[unit] = by_unit.get(unit, 0) + prod(local)
+    in_layers = {unit: size for unit, size in by_unit.items() if 1 <= unit <= model.num_layers}
+    whole = sum(by_unit.values())
+    return Held(
+        sharded,
+        whole,
+        max(in_layers.values(), default=0),
+        whole - sum(in_layers.values()),
+        len(in_layers),
+        ends=stage == split.pp - 1,
+    )
+
+
+def trained(
+    model: ModelShape, split: Split, stage: int, itemsize: int, tokens: Tokens, spec: RoleSpec, reshards: bool
+) -> Need:
+    """Actor or critic on a device of `stage`. `itemsize`: bytes of the compute dtype; the shards are float32.
+
+    `reshards`: gathered layers are freed after use (FSDP's reshard_after_forward); else the whole model stays gathered.
+    It is most either when the last micro-batch's backward begins, with all activations, or when it ends, with all
+    gradients.
+    """
+    part = held(model, split, stage)
+    stays = {"parameters": FLOAT32 * part.sharded, "optimizer": 2 * FLOAT32 * part.sharded}
+    gathered = {"gathered layers": _gathered(part, itemsize, reshards)}
+    accumulated = FLOAT32 * part.whole if tokens.accumulates else 0
+    begins = gathered | {
+        "gradients": accumulated,
+        "activations": activations(
+            model, part, split, stage, itemsize, tokens, spec.hybrid_engine, spec.parallelism.virtual_stages
+        ),
+        "logits": _logits(model, split, tokens) + _head_gradient(model, split, itemsize) if part.ends else 0,
+    }
+    ends = gathered | {
+        "gradients": max(accumulated, FLOAT32 * part.sharded),
+        "gradients in transit": (itemsize + FLOAT32) * max(part.largest_layer, part.root),
+    }
+    worse = max((begins, ends), key=lambda terms: sum(terms.values()))
+    return Need(stays, {name: size for name, size in worse.items() if size})
+
+
+def frozen(model: ModelShape, split: Split, stage: int, itemsize: int, tokens: Tokens, reshards: bool) -> Need:
+    """Reference or reward model: forward only, stored in the compute dtype."""
+    part = held(model, split, stage)
+    forward = tokens.micro_batch * (8 * model.hidden_size + 3 * model.intermediate_size) * itemsize // split.tp
+    return Need(
+        {"parameters": itemsize * part.sharded},
+        {
+            "gathered layers": _gathered(part, itemsize, reshards),
+            "activations": forward,
+            "logits": _logits(model, split, tokens) if part.ends and model.has_lm_head else 0,
+        },
+    )
+
+
+def vllm(
+    model: ModelShape, spec: RolloutSpec, itemsize: int, longest: int, device_memory: int | None, shares: bool
+) -> Need:
+    """A vLLM worker on one device of a replica. `shares`: other roles use the replica's devices, and it sleeps.
+
+    Its key-value cache is what engine_kwargs.kv_cache_memory_bytes says; without that, what is left of vLLM's share of
+    `device_memory`; and where nothing is known, room for `max_num_seqs` sequences of `longest` tokens.
+    """
+    weights = engine_weights(model, spec.tensor_parallel_size, itemsize)
+    forward = ENGINE_TOKENS * (4 * model.hidden_size + 3 * model.intermediate_size // spec.tensor_parallel_size)
+    scratch = forward * itemsize + 2 * FLOAT32 * spec.max_num_seqs * model.vocabulary
+    said = spec.engine_kwargs.get("kv_cache_memory_bytes")
+    if isinstance(said, int):
+        cache = said
+    elif device_memory is not None and not shares:
+        cache = max(0, int(device_memory * engine_share(spec)) - weights - scratch - PROCESS_BYTES)
+    else:
+        cache = spec.max_num_seqs * longest * cache_bytes(model, spec.tensor_parallel_size, itemsize)
+    terms = {"weights": weights, "KV cache": cache, "forward pass": scratch}
+    return Need({}, terms) if shares else Need(terms, {})
+
+
+def in_process(model: ModelShape, spec: RolloutSpec, itemsize: int, longest: int) -> Need:
+    """The torch backend: weights of its own, and a cache that lives while it generates."""
+    cache = spec.max_num_seqs * longest * cache_bytes(model, spec.tensor_parallel_size, itemsize)
+    logits = 2 * FLOAT32 * spec.max_num_seqs * model.vocabulary
+    weights = engine_weights(model, spec.tensor_parallel_size, itemsize)
+    return Need({"weights": weights}, {"KV cache": cache, "logits": logits})
+
+
+def engine_share(spec: RoleSpec) -> float:
+    """The part of a device that a rollout's vLLM takes where no size of its cache is given."""
+    assert isinstance(spec, RolloutSpec)
+    said = spec.engine_kwargs.get("gpu_memory_utilization")
+    return float(said) if isinstance(said, int | float) and 0 < said <= 1 else ENGINE_SHARE
+
+
+def engine_weights(model: ModelShape, tp: int, itemsize: int) -> int:
+    """Bytes of a replica's weights on one of its `tp` devices."""
+    return itemsize * held(model, Split(tp=tp, tp_dims=model.tp_dims(tp)), 0).whole
+
+
+def cache_bytes(model: ModelShape, tp: int, itemsize: int) -> int:
+    """Keys and values of one token on one of `tp` devices."""
+    return 2 * model.num_layers * max(1, model.num_kv_heads // tp) * model.head_dim * itemsize
+
+
+def activations(
+    model: ModelShape,
+    part: Held,
+    split: Split,
+    stage: int,
+    itemsize: int,
+    tokens: Tokens,
+    hybrid: HybridEngine,
+    virtual_stages: int,
+) -> int:
+    """What autograd keeps between forward and backward, of all micro-batches that are under way.
+
+    Sequence parallelism shares the parts between the layers out, too (Korthikanti et al. 2022).
+    """
+    under_way = parts_under_way(stage, split.pp, virtual_stages) if tokens.accumulates else virtual_stages
+    layer = tokens.micro_batch * layer_bytes(model, itemsize, tokens) // split.tp
+    inputs = tokens.micro_batch * model.hidden_size * itemsize // split.tp
+    kept = inputs if hybrid.activation_checkpointing else layer
+    if hybrid.offload_activations:
+        return 2 * kept + layer
+    recomputed = layer if hybrid.activation_checkpointing else 0
+    return under_way * part.layers * kept // virtual_stages + recomputed + 6 * inputs
+
+
+def parts_under_way(stage: int, pp: int, virtual_stages: int) -> int:
+    """Parts of a stage's layers whose forward has run and whose backward has not, at most, by the run's schedule."""
+    now = most = 0
+    for action in schedule(stage, pp, 4 * pp, virtual_stages):
+        now += 1 if action.kind is Kind.forward else -1
+        most = max(most, now)
+    return most
+
+
+def layer_bytes(model: ModelShape, itemsize: int, tokens: Tokens) -> int:
+    """Bytes a token that one Llama layer keeps for its backward pass, as Hugging Face writes it.
+
+    Norms: the input in float32 and the result before its weight. Attention: its input, queries, keys, values and
+    output. MLP: its input, gate, activated gate, up, and their product.
+    """
+    hidden, queries = model.hidden_size, model.num_heads * model.head_dim
+    keys = model.num_kv_heads * model.head_dim
+    norms = model.normed * (FLOAT32 + itemsize)
+    attention = (hidden + 2 * queries + 2 * keys) * itemsize + FLOAT32 * model.num_heads
+    mlp = (hidden + 4 * model.intermediate_size) * itemsize
+    extra = {"sdpa": itemsize * tokens.longest, "eager": (FLOAT32 + itemsize) * model.num_heads * tokens.longest}
+    return norms + attention + mlp + extra.get(tokens.attention, 0)
+
+
+def _gathered(part: Held, itemsize: int, reshards: bool) -> int:
+    if not reshards:
+        return itemsize * part.whole
+    return itemsize * (part.root + min(GATHERED_LAYERS, part.layers) * part.largest_layer)
+
+
+def _logits(model: ModelShape, split: Split, tokens: Tokens) -> int:
+    """Three times [chunk, vocabulary] in float32: logits, their log-softmax and its product with the probabilities."""
+    chunk = min(tokens.chunk, tokens.micro_batch)
+    return 3 * FLOAT32 * chunk * model.vocabulary // split.tp if model.has_lm_head else 0
+
+
+def _head_gradient(model: ModelShape, split: Split, itemsize: int) -> int:
+    """Of the language-model head's weight: a sum in float32 and a chunk's part of it."""
+    return (FLOAT32 + itemsize) * model.vocabulary * model.hidden_size // split.tp if model.has_lm_head else 0

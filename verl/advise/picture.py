@@ -1,0 +1,117 @@
+"""A mesh as a table: devices as columns grouped by node, roles as rows, in each cell where the device stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from verl.advise.job import Job
+from verl.mesh.spec import ROLES, RolloutSpec
+
+LEGEND = "p: pipeline stage, d: data-parallel index, t: tensor-parallel index, r: replica of the rollout"
+_NONE = "."
+_GAP = "   "
+
+
+@dataclass(frozen=True)
+class Column:
+    head: str
+    """The device's index on its node."""
+    cells: tuple[str, ...]
+    """One for each role; "" where the role is not on the device."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    roles: tuple[str, ...]
+    nodes: tuple[tuple[str, tuple[Column, ...]], ...]
+    notes: tuple[str, ...]
+    """What each role's degrees come to, a line each."""
+
+
+def draw(job: Job) -> Picture:
+    roles = tuple(role for role in ROLES if role in job.placements)
+    nodes = tuple(
+        (
+            node,
+            tuple(
+                Column(str(job.processes[rank].local_rank), tuple(_cell(job, role, rank) for role in roles))
+                for rank in ranks
+            ),
+        )
+        for node, ranks in job.nodes.items()
+    )
+    return Picture(roles, nodes, tuple(_note(job, role) for role in roles))
+
+
+def as_text(picture: Picture, width: int) -> Iterator[str]:
+    """Lines of at most `width` characters, unless one node alone needs more. Nodes that have no room beside the others
+    come below them, and have a line only for the roles that are there.
+    """
+    margin = max(len(role) for role in picture.roles)
+    cell = max(len(text) for _, columns in picture.nodes for column in columns for text in (column.head, *column.cells))
+    for nodes in _side_by_side(picture, width - margin, cell):
+        names = [name.ljust(_width(columns, cell)) for name, columns in nodes]
+        yield _line("", margin, names)
+        yield _line("", margin, [_joined([column.head for column in columns], cell) for _, columns in nodes])
+        for number, role in enumerate(picture.roles):
+            if any(column.cells[number] for _, columns in nodes for column in columns):
+                cells = [_joined([column.cells[number] for column in columns], cell) for _, columns in nodes]
+                yield _line(role, margin, cells)
+        yield ""
+    yield LEGEND
+    yield from (f"{role.ljust(margin)}  {note}" for role, note in zip(picture.roles, picture.notes, strict=True))
+
+
+def _cell(job: Job, role: str, rank: int) -> str:
+    """Where a rank stands in a role, by the axes that have more than one place."""
+    placement = job.placements[role]
+    if rank not in placement.ranks:
+        return ""
+    at = placement.coordinate(rank)
+    data = "r" if role == "rollout" else "d"
+    axes = (("p", at.pp, placement.pp), (data, at.dp, placement.dp), ("t", at.tp, placement.tp))
+    return "".join(f"{axis}{index}" for axis, index, degree in axes if degree > 1) or "whole"
+
+
+def _note(job: Job, role: str) -> str:
+    placement, spec = job.placements[role], job.spec(role)
+    if isinstance(spec, RolloutSpec):
+        replicas = "1 replica" if placement.dp == 1 else f"{placement.dp} replicas"
+        each = "1 device" if placement.tp == 1 else f"{placement.tp} devices"
+        return f"{replicas} of {each}, {spec.backend}, {spec.max_num_seqs} sequences at once"
+    if role == "reward" and role not in job.mesh.roles:
+        return "a reward function, beside the rollout's leaders"
+    degrees = f"pp {placement.pp} x dp {placement.dp} x tp {placement.tp}"
+    follows = "; not in the mesh, so where the actor is" if role not in job.mesh.roles else ""
+    return f"{degrees}, {_sharding(spec.parallelism.fsdp, placement.dp, placement.tp * placement.pp)}{follows}"
+
+
+def _sharding(fsdp: bool, dp: int, parts: int) -> str:
+    part = "the whole model" if parts == 1 else f"its whole 1/{parts} of the model"
+    if not fsdp:
+        return f"no FSDP: each device holds {part}"
+    return f"FSDP {dp}" if dp > 1 else f"FSDP 1: nothing to shard over, each device holds {part}"
+
+
+def _side_by_side(picture: Picture, width: int, cell: int) -> Iterator[list[tuple[str, tuple[Column, ...]]]]:
+    """As many nodes next to each other as there is room for."""
+    row: list[tuple[str, tuple[Column, ...]]] = []
+    for node in picture.nodes:
+        if row and sum(len(_GAP) + _width(columns, cell) for _, columns in [*row, node]) > width:
+            yield row
+            row = []
+        row.append(node)
+    yield row
+
+
+def _width(columns: Sequence[Column], cell: int) -> int:
+    return len(columns) * (cell + 1) - 1
+
+
+def _joined(cells: Sequence[str], width: int) -> str:
+    return " ".join((text or _NONE).ljust(width) for text in cells)
+
+
+def _line(label: str, margin: int, nodes: Sequence[str]) -> str:
+    return (label.ljust(margin) + "".join(_GAP + node for node in nodes)).rstrip()

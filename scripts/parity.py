@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         references = {case: reference(case, folders[case.family]) for case in cases.values()}
         for layout in arguments.layouts:
             found[layout] = _measure(layout, list(cases.values()), folders, references)
-    arguments.out.write_text(f"{ABOUT}\n{_table(cases, found)}")
+            arguments.out.write_text(f"{ABOUT}\n{_table(cases, found)}")  # after each, since they take minutes
     bad = [
         f"{case.family}, {HEADS[case.head]}, on {_title(layout)}: {errors}"
         for layout, by_case in found.items()

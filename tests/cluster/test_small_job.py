@@ -156,7 +156,7 @@ def test_a_mistake_that_only_one_node_finds_ends_the_other_too(cluster: Cluster)
 @pytest.mark.slow
 def test_a_mesh_with_a_name_that_no_node_bears(cluster: Cluster) -> None:
     one, two = cluster.refused(cluster.command("device_mesh.rollout.devices=[node3:0]"))
-    assert one == two
+    assert one.endswith(two), "after what rank 0 says of the nodes"
     assert "no node bears the name node3" in one and "job has node1: 0, node2: 0" in one
     assert "start a node with VERL_NODE_NAME=node3" in one
 
@@ -166,9 +166,9 @@ def test_a_node_with_fewer_processes(cluster: Cluster) -> None:
     command = cluster.command("device_mesh.critic.devices=[node2:1]")
     wider = [word.replace("--nproc_per_node=1", "--nproc_per_node=2") for word in command]
     one, two = cluster.refused(wider, command)
-    assert one == two
+    assert one.endswith(two), "after what rank 0 says of the nodes"
     assert "mesh needs devices node2:1; job has node1: 0-1, node2: 0" in one
-    assert "start torchrun with --nproc_per_node=2" in one
+    assert "1 process there: check CUDA_VISIBLE_DEVICES and --nproc_per_node" in one
 
 
 @pytest.mark.slow

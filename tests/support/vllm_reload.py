@@ -2,7 +2,7 @@
 
     python -m tests.support.vllm_reload FOLDER [tied]
 
-After each of several loads it prints, as JSON, whether the greedy tokens are Hugging Face's, and the largest distance of
+After each of several loads it prints, as JSON, whether the greedy tokens are Hugging Face's and the largest distance of
 their log-probs. A bucket is overwritten with NaN as soon as it has been taken in.
 """
 

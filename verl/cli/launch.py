@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import secrets
 import socket
@@ -20,6 +21,7 @@ from verl.launch.run import launch
 
 TRAIN_PPO = Path(__file__).resolve().parents[2] / "train_ppo.py"
 _PORT = 29400  # torchrun's own default
+_FLAGS = ("--device_mesh", "--config", "--ssh-config", "--rdzv-port", "--rdzv-id", "--env", "--workdir", "--dry-run")
 
 _DESCRIPTION = """\
 Starts torchrun on every node that the mesh names, over ssh where that is another machine, shows what they write with
@@ -110,9 +112,10 @@ def _train_arguments(arguments: argparse.Namespace) -> list[str]:
     split = rest.index("--") if "--" in rest else len(rest)
     for token in rest[:split]:
         if token.startswith("-"):
+            close = difflib.get_close_matches(token.partition("=")[0], _FLAGS, n=1)
             raise UserError(
-                f"verl launch: unknown flag {token}; `verl launch --help` lists the flags, and what is meant for "
-                "train_ppo.py stands behind --"
+                f"verl launch: unknown flag {token}{f', did you mean {close[0]}?' if close else ';'} "
+                "`verl launch --help` lists them; what is meant for train_ppo.py stands behind --"
             )
     given += [*rest[:split], *rest[split + 1 :]]
     flags = sort_arguments(given).flags

@@ -27,6 +27,8 @@ LOOKS = 60
 """How often a watchdog looks at the ranks that it waits for while the limit passes."""
 EXIT_SECONDS = 10.0
 """What the clean-up may take when the watchdog ends the process."""
+STORE_SECONDS = 15.0
+"""How long a busy store may take to answer, however short the limit is."""
 REPORT_SECONDS = 3.0
 """How long the ranks of a node wait for one another's reports before one of them ends torchrun."""
 
@@ -152,7 +154,7 @@ class Board:
         while not self._stop.wait(WRITE_SECONDS):
             silent = silent + WRITE_SECONDS if rounds == self._rounds else 0.0
             rounds = self._rounds
-            if silent > self.timeout:
+            if silent > max(self.timeout, STORE_SECONDS):
                 host = os.environ.get("MASTER_ADDR", "rank 0's node")
                 self._end(f"{self._name(self.rank)} has had no answer from the job's store on {host}", None)
 

@@ -109,7 +109,7 @@ class Keeper:
         self._readers.append(reader)
 
     def _on_stdout(self, line: bytes, out: Output, err: Output) -> None:
-        if self._is_greeted or line != GREETING.encode():
+        if self._is_greeted or not line.endswith(GREETING.encode()):  # a login shell may have left a line without end
             out.line(self.name, line)
             return
         with self._greeting:

@@ -62,7 +62,7 @@ def main() -> int:
     try:
         return keep(job, orders)
     finally:
-        end_descendants()
+        end_descendants(patience=ORPHAN_SECONDS)
 
 
 def start(order: Order) -> subprocess.Popen[bytes]:
@@ -174,7 +174,7 @@ def _ended_child() -> int | None:
     return found.si_pid if found is not None else None
 
 
-def end_descendants(patience: float = ORPHAN_SECONDS) -> None:
+def end_descendants(patience: float) -> None:
     """SIGTERM to all of them, after `patience` seconds SIGKILL until none is left, those born meanwhile included."""
     begin = time.monotonic()
     told: set[psutil.Process] = set()  # a second SIGTERM would cut off what a process does about the first

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from verl.errors import UserError
 from verl.model.attention import CPU_ATTENTION
 from verl.model.heads import Head, HeadedModel, add_scalar_head
-from verl.model.pieces import Box, pieces, size_of
+from verl.model.pieces import EXPERTS, Box, pieces, size_of
 
 
 def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -77,6 +77,12 @@ def meta_model(
         raise UserError(
             f"model.attn_implementation={attn_implementation} does not compute attn_logit_softcapping, which a "
             f"{config.model_type} has; set it to auto, eager or flash_attention_2"
+        )
+    settings = config.get_text_config().to_dict()
+    if config.model_type not in EXPERTS and (settings.get("num_experts") or settings.get("num_local_experts")):
+        raise UserError(
+            f"a {config.model_type} has experts, and how its files hold them is not known here; of such models "
+            f"{' and '.join(EXPERTS)} is trained"
         )
     with torch.device("meta"):
         try:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from transformers import PretrainedConfig
 
-from verl.model.pieces import EXPERTS
 from verl.parallel.tensor import COLUMN, PER_HEAD, ROW, VOCABULARY, tp_plan
 
 TENSOR_PARALLEL = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "smollm3")
@@ -18,17 +17,9 @@ _LARGEST = 64
 def unsupported(config: PretrainedConfig, tp: int, pp: int) -> list[str]:
     """Everything that keeps a model from being split by tensor and pipeline parallelism of these sizes.
 
-    Each message begins with the role's setting in the mesh, or with the model's type where no split would do, and ends
-    with a remedy. Empty: the model can be split so.
+    Each message begins with the role's setting in the mesh and ends with a remedy. Empty: the model can be split so.
     """
-    return [*_experts(config), *_tensor_parallel(config, tp), *_pipeline(config, pp)]
-
-
-def _experts(config: PretrainedConfig) -> Iterator[str]:
-    text = config.get_text_config()
-    if {"num_experts", "num_local_experts"} & set(text.to_dict()) and text.model_type not in EXPERTS:
-        known = " and ".join(EXPERTS)
-        yield f"model_type {text.model_type}: has experts, which are trained in {known} alone; take such a model"
+    return [*_tensor_parallel(config, tp), *_pipeline(config, pp)]
 
 
 def _tensor_parallel(config: PretrainedConfig, tp: int) -> Iterator[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -25,6 +27,8 @@ class Network:
     """GLOO_SOCKET_IFNAME; None: gloo goes by the host name."""
     toward_others: str | None
     """The interface through which this node reaches rank 0's, or without a job the rest of the world."""
+    stack: str = ""
+    """Alike on nodes that share all interfaces, the loopback too: several torchruns on one machine. '' is not known."""
 
     @property
     def fault(self) -> str | None:
@@ -50,10 +54,12 @@ def network(environ: Mapping[str, str]) -> Network:
     asked = environ.get(GLOO) or None
     if asked is not None:
         name = asked.split(",")[0]
-        return Network(name if name in addresses else None, next(iter(addresses.get(name, [])), None), asked, toward)
+        return Network(
+            name if name in addresses else None, next(iter(addresses.get(name, [])), None), asked, toward, _stack()
+        )
     address = _resolve(socket.gethostname())
     interface = _interface_of(address, addresses)
-    return Network(interface, address if interface else None, None, toward)
+    return Network(interface, address if interface else None, None, toward, _stack())
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -85,6 +91,12 @@ def unreached(peers: Mapping[int, tuple[str, int]], timeout: float = REACH_SECON
     return failed
 
 
+def _stack() -> str:
+    """This boot of this kernel, and the network namespace of this process."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/net')}" if boot.exists() else ""
+
+
 def _resolve(host: str) -> str | None:
     try:
         return socket.gethostbyname(host)
@@ -106,4 +118,11 @@ def _route(host: str) -> str | None:
 
 
 def _interface_of(address: str | None, addresses: Mapping[str, list[str]]) -> str | None:
+    """All of 127.0.0.0/8 is the loopback's, which bears one address of it (Debian gives a host name 127.0.1.1)."""
+    if address is not None and _is_loopback(address):
+        return next((name for name, those in addresses.items() if any(map(_is_loopback, those))), None)
     return next((name for name, those in addresses.items() if address in those), None)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

@@ -125,28 +125,31 @@ class WeightSync:
 
     def _move(self, step: Step, views: _Views) -> None:
         messages = [m for turn in step.rounds for m in turn]
-        parts = {m: views.sent(m) if m.src == self.rank else views.received(m) for m in messages}
-        self._outgoing.begin(parts[m] for m in messages if m.src == self.rank)
-        self._incoming.begin(parts[m] for m in messages if m.dst == self.rank)
+        incoming = {m: views.received(m) for m in messages if m.dst == self.rank}
+        outgoing = {m.content: views.sent(m) for m in messages if m.src == self.rank}  # to several ranks: packed once
+        self._incoming.begin(incoming.values())
+        self._outgoing.begin(outgoing.values())
+        packed: dict[object, Tensor] = {}
         copies: Sequence[Transfer] = step.copies
         for turn in step.rounds:
-            self._round(turn, parts, lambda copies=copies: views.copy(copies))
+            operations = []
+            for m in turn:
+                if m.dst == self.rank:
+                    operations.append(dist.P2POp(dist.irecv, self._incoming.place(incoming[m]), m.src, self._group))
+                    continue
+                if m.content not in packed:
+                    packed[m.content] = self._outgoing.pack(outgoing[m.content])
+                operations.append(dist.P2POp(dist.isend, packed[m.content], m.dst, self._group))
+            works = dist.batch_isend_irecv(operations) if operations else []
+            views.copy(copies)  # while the first messages are on their way
             copies = ()
+            with self._board.waiting(sorted({m.src if m.dst == self.rank else m.dst for m in turn}), "weights"):
+                for work in works:
+                    work.wait()
+            for m, operation in zip(turn, operations, strict=True):
+                if m.dst == self.rank:
+                    self._incoming.unpack(operation.tensor, incoming[m])
         views.copy(copies)
-
-    def _round(self, turn: list[Message], parts: Mapping[Message, list[Tensor]], meanwhile: Callable[[], None]) -> None:
-        """Sends and receives messages; `meanwhile` is called while they are on their way."""
-        receives = [(m, self._incoming.place(parts[m])) for m in turn if m.dst == self.rank]
-        sends = [(m, self._outgoing.pack(parts[m])) for m in turn if m.src == self.rank]
-        operations = [dist.P2POp(dist.irecv, buffer, m.src, self._group) for m, buffer in receives]
-        operations += [dist.P2POp(dist.isend, buffer, m.dst, self._group) for m, buffer in sends]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        meanwhile()
-        with self._board.waiting(sorted({m.src for m, _ in receives} | {m.dst for m, _ in sends}), "weights"):
-            for work in works:
-                work.wait()
-        for m, buffer in receives:
-            self._incoming.unpack(buffer, parts[m])
 
 
 @dataclass(frozen=True)

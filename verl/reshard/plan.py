@@ -131,12 +131,9 @@ class _Planner:
             self._across_nodes(name, piece, far)
 
     def _within_node(self, name: str, piece: _Piece, providers: list[_Provider], indices: Sequence[int]) -> None:
-        """From whoever on the node has it by now; `providers` grow by those who get it."""
+        """From who has it first; who that is differs from piece to piece, so that all get their share of the work."""
         for index in indices:
-            providers.append(self._send(name, piece, self._least_busy(providers), index))
-
-    def _least_busy(self, providers: Sequence[_Provider]) -> _Provider:
-        return min(providers, key=lambda p: (self._sent[p.rank], p.round, p.rank))
+            self._send(name, piece, min(providers, key=lambda p: (self._sent[p.rank], p.rank)), index)
 
     def _across_nodes(self, name: str, piece: _Piece, far: Mapping[str, list[int]]) -> None:
         """From node to node; on each of them the first domain takes it in, and the others have it from there."""
@@ -144,11 +141,11 @@ class _Planner:
         source = _Provider(start, None, -1)
         for node in self._route(self._node_of[start]):
             if node in far:
-                first = min(far[node], key=lambda i: min(self._received[r] for r in self._domains[i].readers))
+                # who passes it on; all of them receive the same
+                first = min(far[node], key=lambda i: min(self._sent[r] for r in self._domains[i].readers))
                 self._left[self._node_of[source.rank]] += piece.size
-                providers = [self._send(name, piece, source, first)]
-                self._within_node(name, piece, providers, [i for i in far[node] if i != first])
-                source = self._least_busy(providers)
+                source = self._send(name, piece, source, first)
+                self._within_node(name, piece, [source], [i for i in far[node] if i != first])
 
     def _route(self, start: str) -> list[str]:
         """The ring from the node behind `start`, so that all links of it are used alike; then the chain."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from verl.reshard.buckets import Buckets, bucket_of
 from verl.reshard.layout import Domain, contiguous
@@ -20,6 +21,11 @@ class Message:
     domain: str
     transfers: tuple[Transfer, ...]
     """Packed behind each other. One that stands alone may be sent and received where it lies."""
+
+    @cached_property
+    def content(self) -> tuple[object, ...]:
+        """Equal for messages of one sender and step that carry the same."""
+        return tuple((t.name, t.box, t.origin) for t in self.transfers)
 
 
 @dataclass

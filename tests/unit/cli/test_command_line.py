@@ -213,8 +213,8 @@ def test_a_file_in_a_group_without_a_package_header_is_still_found():
         ("device_mesh=3", "command line: a mesh maps each role to its devices, and this is 3"),
         (
             "device_mesh.actor.devices=[x]",
-            'command line: actor.devices[0]: "x" is not a device; write an index (0), a range (0-3) or either of a node '
-            '("node1:0", "node1:0-3")',
+            'command line: actor.devices[0]: "x" is not a device; write an index (0), a range (0-3) or either of a '
+            'node ("node1:0", "node1:0-3")',
         ),
         (
             "data.train_batch_size=7",

@@ -92,7 +92,8 @@ def test_settings_may_change_the_mesh(folder: Path, capsys: pytest.CaptureFixtur
     ("arguments", "said"),
     [
         (["--device_mesh", "none.yaml"], "none.yaml: No such file or directory"),
-        (["--rdzv_port", "1"], "unknown flag --rdzv_port"),
+        (["--rdzv_port", "1"], "unknown flag --rdzv_port, did you mean --rdzv-port?"),
+        (["--multirun"], "unknown flag --multirun; `verl launch --help`"),
         (["--rdzv-port", "0"], "a port is a number from 1 to 65535"),
         (["--device_mesh", "mesh.yaml", "--env", "NOT_SET_ANYWHERE"], "--env NOT_SET_ANYWHERE: not set here"),
         (["--device_mesh", "mesh.yaml", "--ssh-config", "none"], "--ssh-config none: no such file"),

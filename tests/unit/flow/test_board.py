@@ -200,6 +200,7 @@ class Silent(Store):
 
 def test_a_store_that_answers_no_more_ends_the_rank_with_what_it_last_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board_module, "WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(board_module, "STORE_SECONDS", 0.0)
     monkeypatch.setenv("MASTER_ADDR", "node1")
     store, faults = Silent(), []
     monkeypatch.setattr(Board, "_end", lambda self, fault, store: (faults.append((fault, store)), self.close()))

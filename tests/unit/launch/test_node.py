@@ -18,9 +18,12 @@ from verl.launch.node import GREETING
 from verl.launch.plan import Order
 
 START = 60.0
-SHORT = (
-    "from verl.launch import node; node.SILENCE_SECONDS = 1.5; node.GRACE_SECONDS = 1.5; raise SystemExit(node.main())"
-)
+SHORT = """
+from verl.launch import node
+node.SILENCE_SECONDS = node.GRACE_SECONDS = 1.5
+node.ORPHAN_SECONDS = 0.5
+raise SystemExit(node.main())
+"""
 STUBBORN = "trap '' TERM INT HUP; echo up; while :; do sleep 0.1; done"
 SAYS_WHEN_TOLD = "trap 'echo told; exit 7' TERM; echo up; while :; do sleep 0.1; done"
 
@@ -171,6 +174,7 @@ echo up
 """
 
 
+@short
 @pytest.mark.parametrize("end", ["exit 0", "kill -KILL $$"])
 def test_nothing_that_the_job_has_started_outlives_it(keeper: Keeper, end: str) -> None:
     """In sessions of their own, orphaned, deaf to SIGTERM."""

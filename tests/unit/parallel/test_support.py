@@ -9,7 +9,6 @@ from transformers import (
     CohereConfig,
     Gemma3Config,
     GPT2Config,
-    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3MoeConfig,
@@ -80,11 +79,6 @@ def test_a_size_that_does_not_go_into_the_model(settings: dict[str, Any], tp: in
         message.startswith(f"parallelism.tensor_parallel_size: {tp}: does not go into the model's ") and said in message
     )
     assert message.endswith(f"; set it to {remedy}")
-
-
-def test_experts_whose_files_are_not_known() -> None:
-    (message,) = unsupported(MixtralConfig(), 1, 1)
-    assert message == "model_type mixtral: has experts, which are trained in qwen3_moe alone; take such a model"
 
 
 def test_fewer_key_heads_than_ranks_are_shared() -> None:

@@ -176,6 +176,13 @@ def test_a_node_that_binds_to_a_wrong_address_is_not_blamed_on_those_who_cannot_
     assert problem.remedy == "on node3: export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
 
 
+def test_nodes_that_one_machine_plays_reach_each_other_by_its_loopback() -> None:
+    alone = Network("lo", "127.0.0.1", None, "lo", stack="one")
+    assert compare(cluster([1, 1], network=alone)) == []
+    other = replace(alone, stack="two")
+    assert [p.node for p in compare(changed(cluster([1, 1], network=alone), [1], network=other))] == ["node1", "node2"]
+
+
 def test_nodes_of_one_name_are_told_apart() -> None:
     facts = [replace(f, process=replace(f.process, hosts=("pod",))) for f in cluster([1, 1, 1])]
     assert node_names(facts) == {0: "pod (group rank 0)", 1: "pod (group rank 1)", 2: "pod (group rank 2)"}

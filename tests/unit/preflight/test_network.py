@@ -19,6 +19,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(network_module, "interfaces", lambda: ADDRESSES)
     monkeypatch.setattr(network_module, "_resolve", names.get)
     monkeypatch.setattr(network_module, "_route", lambda host: "10.0.0.7")
+    monkeypatch.setattr(network_module, "_stack", lambda: "")
     return names
 
 
@@ -31,6 +32,7 @@ def test_by_the_host_name() -> None:
     ("address", "fault"),
     [
         ("127.0.0.1", "lo 127.0.0.1, which is this node's alone"),
+        ("127.0.1.1", "lo 127.0.1.1, which is this node's alone"),
         ("10.9.9.9", "the host name is no address of this node"),
         (None, "the host name is no address of this node"),
     ],

@@ -74,7 +74,7 @@ def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> N
     job.together(lambda: check_trackers(config.trainer.trackers))
     folders = find_folders(config, job)
     doubts = check_mesh(config, mesh, placements, folders.by_role(), job)
-    check_models(config, mesh, placements, folders, job)
+    check_models(config, placements, folders, job)
     tokenizer = job.together(lambda: load_tokenizer(folders.tokenizer, config.model.trust_remote_code))
     prompts = Prompts(config, tokenizer, job)
     checkpoints = Checkpoints(run_dir, config.trainer.keep_checkpoints, job, folders.tokenizer)

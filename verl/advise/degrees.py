@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from verl.advise.job import Job
 from verl.advise.model import ModelShape
-from verl.mesh.spec import RoleSpec
+from verl.mesh.spec import ROLES, RoleSpec
 from verl.parallel.support import unsupported
 
 _MOST_OFFERED = 8
@@ -29,9 +29,12 @@ def spanning(job: Job) -> Iterator[str]:
 
 def unsuitable(job: Job, models: Mapping[str, ModelShape]) -> Iterator[str]:
     """Degrees that do not divide what they split. `models`: by role; a role whose model is not known is left out."""
-    for role in job.mesh.roles:
+    for role in ROLES:
         if role in job.placements and role in models:
-            yield from _of_role(job, role, job.mesh.roles[role], models[role])
+            model = models[role]
+            repeats = role not in job.mesh.roles and "actor" in models and model.name == models["actor"].name
+            if not repeats:
+                yield from _of_role(job, role, job.spec(role), model)
 
 
 def _of_role(job: Job, role: str, spec: RoleSpec, model: ModelShape) -> Iterator[str]:

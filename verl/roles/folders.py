@@ -8,20 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from verl.config import PPOConfig
-from verl.errors import ConfigError, MeshError, UserError
+from verl.errors import ConfigError, UserError
 from verl.flow.board import Board
 from verl.flow.job import Job
 from verl.flow.placement import Placement
-from verl.mesh.spec import MeshSpec
 from verl.model.folder import local_folder
 from verl.model.heads import Head
-from verl.model.load import check_folder, meta_model, positions, read_config
-from verl.parallel.stages import stage_units
-from verl.parallel.support import unsupported
+from verl.model.load import check_folder, positions, read_config
 
 
 @dataclass(frozen=True)
@@ -101,13 +97,10 @@ def _find(config: PPOConfig, fetch: bool) -> Folders:
     return folders
 
 
-def check_models(
-    config: PPOConfig, mesh: MeshSpec, placements: dict[str, Placement], folders: Folders, job: Job
-) -> None:
+def check_models(config: PPOConfig, placements: dict[str, Placement], folders: Folders, job: Job) -> None:
     """Before any weight is read: every rank looks at the folders of the roles that it serves.
 
-    Raises UserError for all folders that a role cannot be loaded from, for sequences that the model does not take, and
-    for models that the mesh splits in a way that is not done.
+    Raises UserError for all folders that a role cannot be loaded from, and for sequences that the model does not take.
     """
     needed = {
         "actor": (config.model.path, "model.path", folders.actor, Head.lm),
@@ -125,29 +118,12 @@ def check_models(
                     check_folder(folder, head, job.device, kernel, trust)
                     if role == "actor":
                         _check_lengths(config, folder)
-                    split = mesh.roles.get(role, mesh.roles["actor"]).parallelism
-                    _check_split(placements[role], split.virtual_stages, folder, head, trust)
                 except UserError as error:
                     problems += [f"{setting if path else 'model.path'}: {problem}" for problem in error.problems]
         if problems:
             raise UserError(*dict.fromkeys(problems))
 
     job.together(check)
-
-
-def _check_split(placement: Placement, virtual_stages: int, folder: Path, head: Head, trust_remote_code: bool) -> None:
-    """Raises MeshError where the mesh splits a role's model in a way that is not done."""
-    config = read_config(folder, trust_remote_code)
-    found = unsupported(config, placement.tp, placement.pp)
-    if not found and placement.pp > 1:
-        try:
-            stage_units(
-                meta_model(config, head, torch.float32, "eager", 1, trust_remote_code), placement.pp, virtual_stages
-            )
-        except UserError as error:
-            found = list(error.problems)
-    if found:
-        raise MeshError(*(f"{folder} as {placement.role}: {problem}" for problem in found))
 
 
 def _check_lengths(config: PPOConfig, folder: Path) -> None:

@@ -16,5 +16,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("verl", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("verl")
 
-# A shell that starts the tests in the background makes them ignore SIGINT, and so would every process they start.
+# A shell that starts the tests in the background makes them ignore SIGINT, and nohup SIGHUP; so would every process
+# that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)  # goes on here; a program that is started has the default

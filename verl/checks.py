@@ -54,6 +54,7 @@ RULES: dict[str, Rule] = {
     "rollout.top_p": _NUCLEUS,
     "rollout.top_k": _AT_LEAST_0,
     "rollout.cpu_threads": _AT_LEAST_1,
+    "rollout.reshard_bucket_mib": _AT_LEAST_1,
     "rollout.start_timeout": _ABOVE_0,
     "rollout.val.n": _AT_LEAST_0,
     "rollout.val.temperature": _AT_LEAST_0,

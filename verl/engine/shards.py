@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.futures import Future
 
 from verl.engine.train_engine import TrainEngine
@@ -206,9 +211,18 @@ _METADATA_PARTS = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member
         if global_name not in _METADATA_PARTS.get(module_name, ()):
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which no checkpoint of verl needs")
         return super().find_class(module_name, global_name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    """In place of `getattr`, by which the first releases of Python 3.11 pickle the member of an enum."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint of verl needs")
+    return kind[name]
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

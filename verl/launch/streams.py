@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from typing import IO
@@ -47,21 +48,20 @@ class Output:
         """Its reader, such as `head`, has gone. Further lines are dropped."""
 
     def line(self, node: str, line: bytes) -> None:
+        self._write(f"{node} | ".encode() + line + b"\n")
+
+    def say(self, text: str) -> None:
+        """A message of the launcher's own."""
+        self._write(f"verl launch: {text}\n".encode())
+
+    def _write(self, raw: bytes) -> None:
         with self._lock:
             if self.is_broken:
                 return
             try:
-                self._stream.write(f"{node} | ".encode() + line + b"\n")
+                self._stream.write(raw)
                 self._stream.flush()
             except BrokenPipeError:
                 self.is_broken = True
-
-    def say(self, text: str) -> None:
-        """A message of the launcher's own."""
-        with self._lock:
-            if not self.is_broken:
-                try:
-                    self._stream.write(f"verl launch: {text}\n".encode())
-                    self._stream.flush()
-                except BrokenPipeError:
-                    self.is_broken = True
+                # what is still buffered would be written at exit, and Python's exit code would be about that
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())

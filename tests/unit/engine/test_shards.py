@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from verl.engine.shards import Reader
 from verl.errors import UserError
@@ -63,6 +64,31 @@ def test_metadata_that_would_run_a_command_is_refused(saved: tuple[Path, dict[st
     with pytest.raises(UserError, match=r"\.metadata cannot be read: it names posix\.system"):
         Reader(folder)
     assert not (folder / "harm").exists()
+
+
+class ByName:
+    """How the first releases of Python 3.11 pickle the member of an enum."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.owner, self.name)
+
+
+def test_a_member_of_an_enum_is_read_however_python_pickles_it(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, _ = saved
+    member = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    metadata = Metadata({}, planner_data=ByName(_MEM_FORMAT_ENCODING, member.name))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert Reader(folder).read_metadata().planner_data is member
+
+
+def test_what_hangs_on_anything_else_is_refused(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, _ = saved
+    (folder / ".metadata").write_bytes(pickle.dumps(ByName(Metadata, "__init__")))
+    with pytest.raises(UserError, match="it asks for __init__ of"):
+        Reader(folder)
 
 
 def test_entries_that_are_no_tensors_are_refused(tmp_path: Path) -> None:

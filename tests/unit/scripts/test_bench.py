@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.bench import common, generation, overlap, ppo_step, runs, training
+from scripts.bench import common, generation, overlap, ppo_step, reshard, runs, training
 from scripts.bench.common import Table, by_turns, figure, ratio
 from scripts.bench.critical_path import NEEDS, critical_path
 from scripts.make_tiny_model import make_tiny_model
@@ -23,7 +23,7 @@ from verl.config import PPOConfig
 from verl.mesh.spec import MeshSpec
 from verl.monitor.stages import Span
 
-BENCHMARKS = (training, generation, overlap, ppo_step)
+BENCHMARKS = (training, generation, reshard, overlap, ppo_step)
 
 
 @pytest.fixture(scope="module")

@@ -84,8 +84,11 @@ def _network(facts: Facts, node: str, num_nodes: int) -> Iterator[Problem]:
 def _vllm(facts: Facts, node: str, mesh: MeshSpec, mine: str | None) -> Iterator[Problem]:
     rollout = mesh.roles["rollout"]
     assert isinstance(rollout, RolloutSpec)
-    named = rollout.everywhere or mine is None
-    generates = named or any((device.node or "").lower() == mine.lower() for device in rollout.devices)
+    generates = (
+        rollout.everywhere
+        or mine is None
+        or any((device.node or "").lower() == mine.lower() for device in rollout.devices)
+    )
     found = probe("cuda" if facts.accelerators else "cpu")
     if rollout.backend == "vllm" and generates and not found.usable:
         yield Problem(node, (), "vllm", facts.versions["vllm"] or "not installed", "one that verl knows", found.message)

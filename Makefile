@@ -23,7 +23,7 @@ install: ## .venv with all that development needs
 demo: ## train a small model on this machine; STEPS=3 for a short run, SEED=2 for other draws
 	@bash scripts/demo.sh $(if $(STEPS),--steps $(STEPS)) --seed $(SEED)
 
-test: install ## lint, types, unit, distributed, end to end
+test: install ## lint, types, unit, distributed, end to end, two hosts
 	@bash scripts/test.sh
 
 test-all: install ## the same with the slow tests and the cluster's

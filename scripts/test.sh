@@ -28,6 +28,7 @@ case "${1:-}" in
 --all)
     lint
     say "all tests"
+    export VERL_TEST_NEW_EXAMPLES=1
     tests 7200 -m '' tests
     ;;
 "")

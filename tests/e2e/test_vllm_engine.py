@@ -28,6 +28,8 @@ pytestmark = [
 ]
 
 PROMPTS = [[1, 50 + i, 300 + 7 * i, 100 + i, 77] for i in range(4)]
+STEP_TOKENS = 512
+"""That an engine works on at a time: as many as max_model_len, the fewest that it takes."""
 LONG_PROMPT = [1] + [(37 * i) % 400 + 100 for i in range(300)]
 
 
@@ -35,7 +37,7 @@ LONG_PROMPT = [1] + [(37 * i) % 400 + 100 for i in range(300)]
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("tied")
     model = tiny_llama(folder, tied=True)
-    rig = start_rig(model, folder, folder / "engine.log")
+    rig = start_rig(model, folder, folder / "engine.log", max_num_batched_tokens=STEP_TOKENS)
     rig.engine.wait_ready()
     rig.load()
     yield rig
@@ -120,6 +122,17 @@ def test_a_seed_draws_the_same_alone_and_among_others(tied: Rig) -> None:
         (alone,) = tied.engine.generate([request], sampling)
         assert alone.token_ids == together[request.row]
     assert len({tuple(ids) for ids in together.values()}) == 8
+
+
+def test_more_prompts_than_a_step_takes(tied: Rig) -> None:
+    """A step has room for one and a half of them; a seed draws the same as alone."""
+    sampling = Sampling(1.0, 1.0, 0, 8, (), ignore_eos=True)
+    prompts = [[2 + row, *LONG_PROMPT] for row in range(5)]
+    assert len(prompts[0]) < STEP_TOKENS < 2 * len(prompts[0])
+    together = tied.generate(prompts, sampling, seed=40)
+    for row, prompt in enumerate(prompts):
+        (alone,) = tied.generate([prompt], sampling, seed=40 + row)
+        assert together[row].token_ids == alone.token_ids
 
 
 def test_frequencies_are_the_models(tied: Rig) -> None:

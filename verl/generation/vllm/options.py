@@ -62,6 +62,10 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from: with temperature, top_k, top_p
         "worker_extension_cls": "verl.generation.vllm.worker.WeightLoader",
     }
+    if on_cpu:
+        # Where a prompt is read in two steps, vLLM takes back what the first one drew from the request's generator,
+        # which a generator on the CPU cannot do: it raises.
+        fixed["enable_chunked_prefill"] = False
     taken = sorted(fixed.keys() & options.engine_kwargs.keys())
     if taken:
         raise MeshError(

@@ -9,7 +9,7 @@ own in .venv-trl/, of the last version that has a PPO trainer. Runs of the two s
 is left out.
 
 fixed: 16 prompts of about 45 tokens, 64 tokens each, whatever is sampled.
-ragged: 16 prompts of 20 to 120 tokens, up to 128 tokens each, which a full stop ends.
+ragged: 16 prompts of 20 to 120 tokens, up to 128 tokens each, which a full stop ends (after about 24).
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ FACTS = (
 )  # fmt: skip
 QUESTIONS = (
     "Which of these is the shortest?", "What is the capital of France?", "Name one animal.", "Which metal rusts?",
-    "What is faster, light or sound?",
+    "What is faster, light or sound?", "Why is that so?", "Explain one of these facts.", "Describe one animal.",
+    "How does iron rust?", "Why is the sky blue?",
 )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def _equal(draws: random.Random, number: int) -> Iterator[Messages]:
 
 
 def _ragged(draws: random.Random, number: int) -> Iterator[Messages]:
-    """A question after none or up to all of the facts."""
+    """A question after none or up to all of the facts. SmolLM2-135M's first sentence has 24 tokens on average."""
     for _ in range(number):
         facts = draws.sample(FACTS, draws.randint(0, len(FACTS)))
         question = " ".join([*facts, draws.choice(QUESTIONS)])

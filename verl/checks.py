@@ -74,15 +74,17 @@ RULES: dict[str, Rule] = {
     "trainer.stage_timeout": _ABOVE_0,
     "trainer.log_samples": _AT_LEAST_0,
 } | {
-    f"{role}.optim.{name}": rule
+    f"{role}.{name}": rule
     for role in ("actor", "critic")
     for name, rule in {
-        "lr": _AT_LEAST_0,
-        "betas": _DECAY,
-        "eps": _ABOVE_0,
-        "weight_decay": _AT_LEAST_0,
-        "clip_grad": _AT_LEAST_0,
-        "lr_warmup_steps": _AT_LEAST_0,
+        "optim.lr": _AT_LEAST_0,
+        "optim.betas": _DECAY,
+        "optim.eps": _ABOVE_0,
+        "optim.weight_decay": _AT_LEAST_0,
+        "optim.clip_grad": _AT_LEAST_0,
+        "optim.lr_warmup_steps": _AT_LEAST_0,
+        "lora.rank": _AT_LEAST_0,
+        "lora.alpha": _ABOVE_0,
     }.items()
 }
 
@@ -162,6 +164,13 @@ def _combination_problems(config: PPOConfig, dp: dict[str, int]) -> Iterator[str
         )
     if config.trainer.critic_warmup > 0 and not config.needs_critic:
         yield f"trainer.critic_warmup={config.trainer.critic_warmup}: there is no critic with {estimator}; set it to 0"
+    for role, lora in (("actor", config.actor.lora), ("critic", config.critic.lora)):
+        targets = lora.target_modules
+        if lora.rank and (not targets or ("all-linear" in targets and len(targets) > 1)):
+            yield (
+                f"{role}.lora.target_modules={targets}: must be [all-linear], or the names of linear layers, for "
+                "example [q_proj, v_proj]"
+            )
     control = config.algorithm.kl_ctrl
     if control.type is KLController.adaptive and control.kl_coef == 0:
         yield "algorithm.kl_ctrl.kl_coef=0.0: the adaptive controller multiplies it, so it stays 0; set a start above 0"

@@ -116,9 +116,23 @@ class OptimConfig:
 
 
 @dataclass(kw_only=True)
+class LoraConfig:
+    rank: int = 0
+    """Rank r of the adapters B A that are trained in place of the model's own weights (docs/lora.md; needs peft). 0: the weights are trained."""
+    alpha: int = 16
+    """The adapters count alpha / rank times."""
+    rslora: bool = False
+    """They count alpha / sqrt(rank) times (rank-stabilised LoRA)."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Linear layers that get one, by the end of their names: [q_proj, v_proj]. [all-linear]: all of the decoder's layers, not the head."""
+
+
+@dataclass(kw_only=True)
 class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The actor's optimizer."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """The actor's adapters."""
     ppo_mini_batch_size: int = 16
     """Prompts an optimizer step sees, over all devices (each with its rollout.n responses)."""
     ppo_epochs: int = 1
@@ -155,6 +169,8 @@ class CriticConfig:
     """Model the critic starts from; the actor's when null. A value head is added unless the folder has one (score.weight)."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """The critic's optimizer."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """The critic's adapters; its value head is trained beside them."""
     ppo_mini_batch_size: int | None = None
     """Prompts an optimizer step sees; the actor's when null."""
     ppo_epochs: int | None = None
@@ -291,6 +307,8 @@ class TrainerConfig:
     """Steps; overrides total_epochs when set."""
     save_freq: int = 0
     """Steps between checkpoints; 0: only at the end, negative: never."""
+    async_save: bool = False
+    """Write checkpoints while the next steps go on: a step waits only until its shards are copied. It takes CPU memory for one copy of each rank's parameters and optimizer state, for the whole run (docs/checkpoints.md)."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept; 0: all."""
     test_freq: int = 0

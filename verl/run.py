@@ -169,6 +169,7 @@ class Run:
 
     def settle(self, step: int, prompts: PromptBatch, metrics: Metrics, experience: Experience) -> None:
         """The end of a step: rank 0 gets every rank's part of the metrics and writes the books."""
+        self._checkpoints.raise_if_failed()
         metrics |= self._roles.reward.drain() | self._roles.rollout.load_metrics()
         figures = self._collect(step, metrics, self._samples_here(prompts, experience))
         if figures is not None:
@@ -189,7 +190,7 @@ class Run:
             self.progress.note(f"validation after step {step}: reward {score:.3f} (best {self.best['score']:.3f})")
 
     def save(self, step: int) -> None:
-        """The whole run after `step` steps, on disk."""
+        """The whole run after `step` steps, on disk; with trainer.async_save that is so after `finish_save`."""
         with self._stages("save_checkpoint"):
             judge = self._roles.judge
             state = {
@@ -199,6 +200,11 @@ class Run:
                 "best": self.best,
             }
             self._checkpoints.save(step, self._roles.trained(), state, _rng_state())
+
+    def finish_save(self) -> None:
+        """Waits for a checkpoint that is written in the background."""
+        with self._stages("save_checkpoint"):
+            self._checkpoints.finish()
 
     def export(self) -> None:
         """The actor as a Hugging Face folder, run_dir/hf."""

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from verl.advise.run import check_mesh
 from verl.checks import cautions, resolved_plan
 from verl.config import PPOConfig
+from verl.engine.background import Background
 from verl.engine.checkpoint import Checkpoints
 from verl.flow.job import Job, start_job
 from verl.mesh.spec import MeshSpec
@@ -77,7 +78,9 @@ def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> N
     check_models(config, placements, folders, job)
     tokenizer = job.together(lambda: load_tokenizer(folders.tokenizer, config.model.trust_remote_code))
     prompts = Prompts(config, tokenizer, job)
-    checkpoints = Checkpoints(run_dir, config.trainer.keep_checkpoints, job, folders.tokenizer)
+    trained = {role: placements[role] for role in ("actor", "critic") if role in placements}
+    background = Background(job, trained) if config.trainer.async_save else None
+    checkpoints = Checkpoints(run_dir, config.trainer.keep_checkpoints, job, folders.tokenizer, background)
     start = job.together(lambda: find_start(config, checkpoints, prompts))
     if job.is_main:
         logger.info("%s", resolved_plan(config, {role: p.dp for role, p in placements.items()}))
@@ -90,6 +93,7 @@ def _train(config: PPOConfig, mesh: MeshSpec, job: Job, closing: ExitStack) -> N
     closing.callback(run.close)
     with run.progress:
         fit(run, roles)
+        run.finish_save()
     roles.rollout.finish()
     if config.trainer.export_final:
         run.export()

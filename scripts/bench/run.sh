@@ -7,6 +7,6 @@ case " $* " in
 *" --quick "* | *" --model"*) ;;
 *) .venv/bin/python scripts/prepare_model.py --out outputs/demo/model ;;
 esac
-for bench in training generation reshard overlap ppo_step; do
+for bench in training generation reshard overlap ppo_step memory checkpoint layouts; do
     .venv/bin/python -m "scripts.bench.$bench" "$@"
 done

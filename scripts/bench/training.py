@@ -25,6 +25,7 @@ from verl.config import OptimConfig
 from verl.engine.train_engine import EngineSpec, TrainEngine
 from verl.flow.job import start_job
 from verl.flow.placement import Groups, Placement, make_groups
+from verl.flow.signs import Signs
 from verl.model.heads import Head, TokenOutputs
 from verl.model.load import read_config
 from verl.model.packing import MicroBatch, Sequences, pack, plan_micro_batches
@@ -81,7 +82,7 @@ class Work:
 def engine_step(folder: Path, dtype: torch.dtype, work: Work, groups: Groups) -> Callable[[], float]:
     """One step of the engine; gives the gradient's norm."""
     spec = EngineSpec(folder, Head.lm, trained=True, dtype=dtype, seed=0, max_tokens_per_micro_batch=work.max_tokens)
-    engine = TrainEngine(spec, groups, torch.device("cpu"), beat=lambda: None)
+    engine = TrainEngine(spec, groups, torch.device("cpu"), Signs(rank=0))
     engine.add_optimizer(OptimConfig(lr=LEARNING_RATE), total_steps=1_000_000)
 
     def loss(outputs: TokenOutputs, at: Tensor) -> Tensor:

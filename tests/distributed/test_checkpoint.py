@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from tests.support.engines import Layout, assert_equal, learnt, make_engines, me
 from tests.support.ranks import RankFailed, run_ranks
 from verl.engine import checkpoint as checkpoint_module
 from verl.engine.checkpoint import Checkpoints
-from verl.errors import UserError
+from verl.errors import SharedError, UserError
 from verl.flow.job import start_job
 from verl.flow.placement import Placement
 
@@ -46,6 +47,13 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
     "FSDP 2 x TP 2": (
         4,
         {"actor": Placement("actor", (0, 2, 1, 3), tp=2), "critic": Placement("critic", (2, 3, 0, 1), tp=4)},
+    ),
+    "two copies of two, two copies of TP 2": (
+        4,
+        {
+            "actor": Placement("actor", (3, 1, 0, 2), fsdp_size=2),
+            "critic": Placement("critic", (0, 1, 2, 3), tp=2, fsdp_size=1),
+        },
     ),
     "FSDP 3 x TP 2, two stages of TP 2": (
         6,
@@ -158,7 +166,13 @@ def test_a_resumed_run_learns_what_the_undisturbed_one_does(saved: Saved, models
 
 @pytest.mark.parametrize(
     "name",
-    ["two of four, descending", "two stages of two", "FSDP 2 x TP 2", "FSDP 3 x TP 2, two stages of TP 2"],
+    [
+        "two of four, descending",
+        "two stages of two",
+        "FSDP 2 x TP 2",
+        "two copies of two, two copies of TP 2",
+        "FSDP 3 x TP 2, two stages of TP 2",
+    ],
 )
 def test_what_a_crooked_mesh_saves_a_straight_one_loads(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     world, layout = LAYOUTS[name]
@@ -284,16 +298,16 @@ def fail_in_the_middle(how: str, models: dict[str, Path], run_dir: Path) -> None
     engines = make_engines(job, TWO, models)
     checkpoints = Checkpoints(run_dir, 2, job)
     checkpoints.save(1, engines, {}, {})
-    save_engine = checkpoint_module.save_engine
+    save_tensors = checkpoint_module.save_tensors
 
-    def save_or_fail(engine: Any, folder: Path, board: Any) -> None:
+    def save_or_fail(tensors: Any, folder: Path, *others: Any) -> None:
         if folder.name == "critic" and job.rank == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("no space left on device")
-        save_engine(engine, folder, board)
+        save_tensors(tensors, folder, *others)
 
-    checkpoint_module.save_engine = save_or_fail
+    checkpoint_module.save_tensors = save_or_fail
     checkpoints.save(2, engines, {}, {})
 
 
@@ -309,6 +323,26 @@ def test_a_save_that_did_not_end_is_never_seen(how: str, models: dict[str, Path]
     assert first == second == 1
     assert "step_2" in lines[0]
     assert [path.name for path in checkpoints.iterdir()] == ["step_1"]
+
+
+def save_on_a_full_disk(models: dict[str, Path], run_dir: Path) -> str:
+    """Rank 1's."""
+    job = start_job(stage_timeout=30, check_program=False)
+    engines = make_engines(job, TWO, models)
+    if job.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    with pytest.raises(SharedError) as refused:
+        Checkpoints(run_dir, 2, job).save(1, engines, {}, {})
+    job.close()
+    return str(refused.value)
+
+
+def test_a_full_disk_is_said_on_every_rank_with_file_and_remedy(models: dict[str, Path], tmp_path: Path) -> None:
+    for message in run_ranks(2, save_on_a_full_disk, models, tmp_path):
+        for role in ("actor", "critic"):
+            file = tmp_path / "checkpoints" / ".step_1.part" / role / "__1_0.distcp"
+            assert f"trainer.run_dir: {file} cannot be written: File too large. Make room" in message
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".step_1.part"]
 
 
 def hang_in_the_middle(models: dict[str, Path], run_dir: Path) -> None:

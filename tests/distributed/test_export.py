@@ -28,9 +28,14 @@ pytestmark = pytest.mark.dist
 LAYOUTS: dict[str, Layout] = {
     "ranks": {"actor": (2, 1), "critic": (3,)},
     "stages": {"actor": Placement("actor", (2, 1), pp=2), "critic": Placement("critic", (3, 1), pp=2)},
+    "copies": {
+        "actor": Placement("actor", (2, 1), fsdp_size=1),
+        "critic": Placement("critic", (3, 1), fsdp_size=1),
+    },
     "tensors": {"actor": Placement("actor", (2, 1), tp=2), "critic": Placement("critic", (3, 1), tp=2)},
 }
 """Rank 0 of the job serves no role."""
+PARAMS = ["tied ranks", "untied ranks", "tied stages", "untied stages", "tied tensors", "untied copies"]
 IDS = torch.tensor([5, 77, 300, 12, 4, 9, 101])
 MAX_FILE_BYTES = 100_000
 
@@ -71,7 +76,7 @@ def train_and_export(
     return parameters, said
 
 
-@pytest.fixture(scope="module", params=["tied ranks", "untied ranks", "tied stages", "untied stages", "tied tensors"])
+@pytest.fixture(scope="module", params=PARAMS)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
     tied, layout = request.param.split()
     folder = tmp_path_factory.mktemp(layout)
@@ -228,6 +233,9 @@ def test_the_command_says_what_is_wrong(
     assert said(actor.checkpoint, out, "--role", "reward") == f"{actor.checkpoint} holds actor, critic, no 'reward'."
     assert said(tmp_path / "none", out) == (
         f"{tmp_path}/none has no manifest.json. Name a folder like run_dir/checkpoints/step_100."
+    )
+    assert said(actor.checkpoint, out, "--adapter") == (
+        f"{actor.checkpoint}: the actor was trained without adapters (lora.rank=0). Leave --adapter out."
     )
     inside = actor.checkpoint / "hf"
     assert said(actor.checkpoint, inside) == f"verl export: {inside} lies in the checkpoint; name a folder outside it"

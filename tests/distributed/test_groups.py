@@ -15,6 +15,7 @@ pytestmark = pytest.mark.dist
 PLACES = [
     Placement("actor", (3, 1, 0, 2), tp=2),
     Placement("critic", (2, 0), pp=2),
+    Placement("reference", (2, 0, 3, 1), fsdp_size=2),
     Placement("rollout", (1, 3), tp=2, leaders_only=True),
 ]
 
@@ -27,7 +28,8 @@ def places_in_groups() -> dict[str, tuple[tuple[int, ...], dict[str, list[int]]]
     for role, mine in groups.items():
         coordinate = mine.mesh.get_coordinate()
         assert coordinate is not None
-        of = {axis: mine.mesh.get_group(axis) for axis in ("pp", "dp", "tp")}
+        assert mine.mesh.mesh_dim_names is not None
+        of = {axis: mine.mesh.get_group(axis) for axis in mine.mesh.mesh_dim_names}
         of |= {"rows": mine.rows, "all": mine.everyone}
         said[role] = tuple(coordinate), {name: members(group, job.rank) for name, group in of.items()}
     job.close()
@@ -44,16 +46,20 @@ def members(group: dist.ProcessGroup, rank: int) -> list[int]:
 def test_groups_and_coordinates() -> None:
     said = run_ranks(4, places_in_groups)
     assert [sorted(roles) for roles in said] == [
-        ["actor", "critic"],
-        ["actor", "rollout"],
-        ["actor", "critic"],
-        ["actor", "rollout"],
+        ["actor", "critic", "reference"],
+        ["actor", "reference", "rollout"],
+        ["actor", "critic", "reference"],
+        ["actor", "reference", "rollout"],
     ]
     every = [3, 1, 0, 2]
-    assert said[3]["actor"] == ((0, 0, 0), {"pp": [3], "dp": [3, 0], "tp": [3, 1], "rows": [3, 0], "all": every})
-    assert said[1]["actor"] == ((0, 0, 1), {"pp": [1], "dp": [1, 2], "tp": [3, 1], "rows": [1, 2], "all": every})
-    assert said[0]["actor"] == ((0, 1, 0), {"pp": [0], "dp": [3, 0], "tp": [0, 2], "rows": [3, 0], "all": every})
-    assert said[2]["actor"] == ((0, 1, 1), {"pp": [2], "dp": [1, 2], "tp": [0, 2], "rows": [1, 2], "all": every})
-    assert said[2]["critic"] == ((0, 0, 0), {"pp": [2, 0], "dp": [2], "tp": [2], "rows": [2], "all": [2, 0]})
-    assert said[0]["critic"] == ((1, 0, 0), {"pp": [2, 0], "dp": [0], "tp": [0], "rows": [0], "all": [2, 0]})
-    assert said[3]["rollout"] == ((0, 0, 1), {"pp": [3], "dp": [3], "tp": [1, 3], "rows": [3], "all": [1, 3]})
+    assert said[3]["actor"] == ((0, 0, 0), {"pp": [3], "shards": [3, 0], "tp": [3, 1], "rows": [3, 0], "all": every})
+    assert said[1]["actor"] == ((0, 0, 1), {"pp": [1], "shards": [1, 2], "tp": [3, 1], "rows": [1, 2], "all": every})
+    assert said[0]["actor"] == ((0, 1, 0), {"pp": [0], "shards": [3, 0], "tp": [0, 2], "rows": [3, 0], "all": every})
+    assert said[2]["actor"] == ((0, 1, 1), {"pp": [2], "shards": [1, 2], "tp": [0, 2], "rows": [1, 2], "all": every})
+    assert said[2]["critic"] == ((0, 0, 0), {"pp": [2, 0], "shards": [2], "tp": [2], "rows": [2], "all": [2, 0]})
+    assert said[0]["critic"] == ((1, 0, 0), {"pp": [2, 0], "shards": [0], "tp": [0], "rows": [0], "all": [2, 0]})
+    assert said[3]["rollout"] == ((0, 0, 1), {"pp": [3], "shards": [3], "tp": [1, 3], "rows": [3], "all": [1, 3]})
+    pair = {"pp": [3], "copies": [2, 3], "shards": [3, 1], "tp": [3], "rows": [2, 0, 3, 1], "all": [2, 0, 3, 1]}
+    assert said[3]["reference"] == ((0, 1, 0, 0), pair)
+    assert said[1]["reference"] == ((0, 1, 1, 0), pair | {"pp": [1], "copies": [0, 1], "tp": [1]})
+    assert said[0]["reference"] == ((0, 0, 1, 0), pair | {"pp": [0], "copies": [0, 1], "shards": [2, 0], "tp": [0]})

@@ -43,6 +43,35 @@ LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
             Case("qwen3, one KV head", Head.token_value, frugal=True),
         ],
     ),
+    "CP 2": (
+        (1, 1, 1, 2),
+        [Case(family, Head.lm, frugal=number % 2 == 1) for number, family in enumerate(FAMILIES)]
+        + [Case("llama", Head.token_value, frugal=True), Case("gemma2", Head.token_value)],
+    ),
+    "CP 4": (
+        (1, 1, 1, 4),
+        [Case("llama, one KV head", Head.lm), Case("qwen3", Head.token_value, frugal=True)],
+    ),
+    "CP 2 x FSDP 2": (
+        (1, 2, 1, 2),
+        [
+            Case("llama, tied (SmolLM2)", Head.lm, frugal=True),
+            Case("qwen3, one KV head", Head.lm),
+            Case("gemma2", Head.token_value, frugal=True),
+        ],
+    ),
+    "CP 2 x TP 2": (
+        (1, 1, 2, 2),
+        [
+            Case("llama, one KV head", Head.lm, frugal=True),
+            Case("gemma3", Head.lm),
+            Case("qwen3", Head.token_value),
+        ],
+    ),
+    "PP 2 x CP 2": (
+        (2, 1, 1, 2),
+        [Case("llama, tied (SmolLM2)", Head.lm), Case("gemma2", Head.lm, frugal=True)],
+    ),
     "PP 2 x FSDP 2 x TP 2": (
         (2, 2, 2),
         [

@@ -143,7 +143,7 @@ def scores_on_stages(folder: Path, ids: list[Tensor]) -> Tensor | None:
     job = start_job(stage_timeout=60, check_program=False)
     groups = make_groups([Placement("reward", (0, 1), pp=2)], job.rank, "cpu", job.timeout)["reward"]
     spec = EngineSpec(folder, Head.score, False, torch.float32, seed=1, max_tokens_per_micro_batch=20)
-    engine = TrainEngine(spec, groups, job.device, job.board.beat)
+    engine = TrainEngine(spec, groups, job.device, job.board)
     outputs = engine.forward(Sequences.last_tokens([i[:2] for i in ids], [i[2:] for i in ids]))
     job.close()
     return None if outputs is None else outputs.values
@@ -199,8 +199,8 @@ def sleep_through(num_batches: int, virtual: int) -> Idle:
     place = Placement("actor", (0, 1), pp=2)
     groups = make_groups([place], job.rank, "cpu", job.timeout)["actor"]
     parts: list[Any] = [SleepingPart(last=job.rank == 1 and chunk == virtual - 1) for chunk in range(virtual)]
-    around = Around(job.device, job.board.beat, lambda: torch.enable_grad(), lambda part, last: None)
-    pipeline = Pipelined(parts, groups.mesh.get_group("pp"), torch.float32, around)
+    around = Around(job.device, job.board, lambda: torch.enable_grad(), lambda part, last: None)
+    pipeline = Pipelined(parts, groups.mesh.get_group("pp"), torch.float32, around, stage_peers=())
     nothing = torch.empty(0, dtype=torch.int64)
     batches = []
     for number in range(num_batches):

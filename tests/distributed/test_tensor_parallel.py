@@ -124,7 +124,7 @@ def boxes_and_values(groups: Groups, folder: Path, head: Head) -> dict[str, tupl
     found = {}
     for name, parameter in hf_parameters(model):
         assert isinstance(parameter, DTensor)
-        assert parameter.device_mesh.mesh_dim_names == ("dp", "tp")
+        assert parameter.device_mesh.mesh_dim_names == ("shards", "tp")
         gathered = parameter.detach().full_tensor()
         assert torch.equal(whole_tensor(parameter.detach()), gathered), name
         found[name] = (local_box(parameter), local_tensor(parameter.detach()), gathered)

@@ -18,10 +18,12 @@ from tests.support.ranks import RankFailed, run_ranks
 from verl.flow.job import Job, start_job
 from verl.flow.placement import make_world_group
 from verl.generation.vllm.buffer import WeightBuffer
+from verl.reshard import schedule
 from verl.reshard.boxes import Split, node_domains, own_domains, training_boxes
 from verl.reshard.buckets import Buckets, cut_buckets
 from verl.reshard.execute import Target, WeightSync
 from verl.reshard.layout import Box, Domain, Shards, volume, whole
+from verl.reshard.staging import Staging
 
 pytestmark = pytest.mark.dist
 
@@ -193,16 +195,22 @@ class Result:
     log: tuple[str, ...]
 
 
-def load_again_and_again(setup: Setup, limit: int) -> Result:
+def load_again_and_again(setup: Setup, limit: int, alone_bytes: int = schedule.ALONE_BYTES) -> Result:
+    schedule.ALONE_BYTES = alone_bytes
     side, sent = joined(setup, limit), []
-    real = dist.P2POp
+    real = dist.isend
 
-    def counting(op: Callable[..., object], tensor: Tensor, *rest: object) -> dist.P2POp:
-        if op is dist.isend:
+    def counting(tensor: Tensor, dst: int, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
+        if tensor.dtype == setup.dtype:
             sent.append(tensor.nbytes)
-        return real(op, tensor, *rest)  # type: ignore[arg-type]
+        return real(tensor, dst, group, tag)
 
-    dist.P2POp = counting  # type: ignore[misc, assignment]
+    def counting_shared(self: Staging, packed: Tensor) -> Tensor:
+        sent.append(packed.nbytes)
+        return real_notice(self, packed)
+
+    real_notice = Staging.notice
+    dist.isend, Staging.notice = counting, counting_shared  # type: ignore[assignment, method-assign]
     for version in range(LOADS):
         side.load(version)
         side.check(version)
@@ -241,6 +249,16 @@ def test_engines_take_every_version_whole(name: str, limit: int) -> None:
     one_load = ("begin", *(str(number) for number in range(len(buckets))))
     readers = {rank for domain in setup.domains for rank in domain.readers}
     assert [r.log for r in results] == [one_load * LOADS if rank in readers else () for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", ["own memory, disjoint", "nodes' memory, a ring", "nodes' memory, a ring and a chain"])
+def test_large_parts_from_other_nodes_are_received_where_they_belong(name: str) -> None:
+    """The same weights, with less memory in between."""
+    setup = SETUPS[name]
+    packed = run_ranks(WORLD, load_again_and_again, setup, LARGE)
+    in_place = run_ranks(WORLD, load_again_and_again, setup, LARGE, 1)
+    assert [r.sent for r in in_place] == [r.sent for r in packed]
+    assert sum(r.staging for r in in_place) < sum(r.staging for r in packed)
 
 
 def test_small_buckets_are_more_than_the_slots() -> None:
@@ -312,15 +330,15 @@ def die_in_the_middle(setup: Setup, victim: int) -> str:
     side = joined(setup, SMALL)
     side.load(0)
     if side.job.rank == victim:
-        moves = iter(range(3))
-        move = side.sync._move
+        steps = iter(range(3))
+        carry_out = side.sync._carry_out
 
-        def move_or_die(*args: object) -> None:
-            if next(moves, None) is None:
+        def carry_out_or_die(*args: object) -> None:
+            if next(steps, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            move(*args)  # type: ignore[arg-type]
+            carry_out(*args)  # type: ignore[arg-type]
 
-        side.sync._move = move_or_die  # type: ignore[method-assign, assignment]
+        side.sync._carry_out = carry_out_or_die  # type: ignore[method-assign, assignment]
     try:
         side.load(1)
     except RuntimeError:

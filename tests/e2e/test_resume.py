@@ -27,8 +27,11 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "hf" / "model.safetensors")
 
 
-@pytest.mark.parametrize("mesh", ["one process", "rank 0 idle", "two stages of two"])
-def test_resumed_equals_undisturbed(mesh: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "async_save"),
+    [("one process", False), ("rank 0 idle", True), ("two stages of two", False)],
+)
+def test_resumed_equals_undisturbed(mesh: str, async_save: bool, tmp_path: Path) -> None:
     task = Task.make(tmp_path)
     split: Split | None = None
     if mesh in MESHES:
@@ -44,12 +47,13 @@ def test_resumed_equals_undisturbed(mesh: str, tmp_path: Path) -> None:
         "algorithm__kl_ctrl__type": "adaptive",
     }
     whole = run(task.config("whole", trainer__total_training_steps=6, **common), spec, ranks)
-    first = run(task.config("parts", trainer__total_training_steps=6, trainer__save_freq=2, **common), spec, ranks)
+    saved = {"trainer__save_freq": 2, "trainer__async_save": async_save}
+    first = run(task.config("parts", trainer__total_training_steps=6, **saved, **common), spec, ranks)
     # an attempt that died after step 4 was saved, in the middle of what came after
     parts = tmp_path / "runs" / "parts"
     for later in parts.glob("checkpoints/step_6"):
         later.rename(parts / "gone")
-    resumed = run(task.config("parts", trainer__total_training_steps=6, trainer__save_freq=2, **common), spec, ranks)
+    resumed = run(task.config("parts", trainer__total_training_steps=6, **saved, **common), spec, ranks)
     kept = [line["time"] for line in first if line["step"] <= 4]
     assert [line["time"] for line in resumed][: len(kept)] == kept, "steps that were done were done again"
     assert [line["step"] for line in resumed] == [line["step"] for line in whole]

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from scripts.make_tiny_model import make_tiny_model
 from tests.support import plain_loop
+from tests.support.adapters import PeftPlain, fill_adapters
 from tests.support.plain_loop import Batch, Steps, make_batch
-from verl.config import LossAggregation, OptimConfig, Schedule
+from verl.config import LoraConfig, LossAggregation, OptimConfig, Schedule
 from verl.engine.train_engine import EngineSpec, Loss, TrainEngine
 from verl.flow.job import Job, start_job
 from verl.flow.placement import Groups, Placement, make_groups
@@ -52,6 +53,10 @@ class Case:
     checkpointing: bool = False
     reshard: bool | None = None
     virtual_stages: int = 1
+    offload: tuple[str, ...] = ()
+    """Of activations, parameters and optimizer."""
+    lora: LoraConfig | None = None
+    """Adapters are trained; they begin with `adapter_values`."""
 
     @property
     def batch(self) -> Batch:
@@ -68,6 +73,9 @@ class Case:
     def plainly(self, folder: Path) -> Steps:
         """The same in one process with Hugging Face's model."""
         seed = SEED if self.head is Head.token_value else None
+        if self.lora is not None:
+            model = PeftPlain(folder, seed, self.lora)
+            return plain_loop.train_model(model, self.batch, self.mini_batches, self.token_loss(), OPTIM, TOTAL_STEPS)
         return plain_loop.train(folder, seed, self.batch, self.mini_batches, self.token_loss(), OPTIM, TOTAL_STEPS)
 
 
@@ -90,8 +98,13 @@ def make_engine(job: Job, groups: Groups, case: Case, folder: Path, dtype: torch
         reshard_after_forward=case.reshard,
         activation_checkpointing=case.checkpointing,
         virtual_stages=case.virtual_stages,
+        offload_activations="activations" in case.offload,
+        offload_parameters="parameters" in case.offload,
+        offload_optimizer="optimizer" in case.offload,
+        lora=case.lora,
     )
-    engine = TrainEngine(spec, groups, job.device, job.board.beat)
+    engine = TrainEngine(spec, groups, job.device, job.board)
+    fill_adapters(engine)
     engine.add_optimizer(OPTIM, TOTAL_STEPS)
     return engine
 
@@ -145,7 +158,8 @@ def train_case(job: Job, place: Placement, groups: Groups, case: Case, folder: P
     steps = Steps(before=outputs(engine, part))
 
     def keep(*_: object) -> None:
-        steps.gradients.append({n: whole(p.grad) for n, p in hf_parameters(engine.model) if p.grad is not None})
+        if len(steps.gradients) == len(steps.norms):  # offloaded moments are stepped in several parts
+            steps.gradients.append({n: whole(p.grad) for n, p in hf_parameters(engine.model) if p.grad is not None})
 
     engine.optimizer.adamw.register_step_pre_hook(keep)
     for batch in part.mini_batches:
@@ -154,7 +168,7 @@ def train_case(job: Job, place: Placement, groups: Groups, case: Case, folder: P
         steps.rates.append(rate)
     steps.losses = part.losses
     steps.after = outputs(engine, part)
-    steps.parameters = {n: whole(p) for n, p in hf_parameters(engine.model)}
+    steps.parameters = {n: whole(p) for n, p in hf_parameters(engine.model) if p.requires_grad}
     return steps
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -27,13 +29,15 @@ def placed(layout: Layout) -> dict[str, Placement]:
     return {role: at if isinstance(at, Placement) else Placement(role, at) for role, at in layout.items()}
 
 
-def make_engines(job: Job, layout: Layout, models: Mapping[str, Path]) -> dict[str, TrainEngine]:
-    """The trained roles of `layout` that this rank serves, in float32."""
+def make_engines(job: Job, layout: Layout, models: Mapping[str, Path], **settings: Any) -> dict[str, TrainEngine]:
+    """The trained roles of `layout` that this rank serves, in float32; `settings` of EngineSpec."""
     groups = make_groups(list(placed(layout).values()), job.rank, "cpu", job.timeout)
     engines = {}
     for role, mine in groups.items():
-        spec = EngineSpec(models[role], HEADS[role], True, torch.float32, seed=5, max_tokens_per_micro_batch=64)
-        engines[role] = TrainEngine(spec, mine, job.device, job.board.beat)
+        spec = EngineSpec(
+            models[role], HEADS[role], True, torch.float32, seed=5, max_tokens_per_micro_batch=64, **settings
+        )
+        engines[role] = TrainEngine(spec, mine, job.device, job.board)
         engines[role].add_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1), total_steps=100)
     return engines
 
@@ -42,7 +46,7 @@ def train(engines: Mapping[str, TrainEngine], num_steps: int) -> None:
     """Steps on rows that depend on the data-parallel index and on the steps done before."""
     for engine in engines.values():
         assert engine.optimizer is not None
-        index = engine.groups.mesh.get_local_rank("dp")
+        index = dist.get_rank(engine.groups.rows)
         for _ in range(num_steps):
             draws = torch.Generator().manual_seed(100 * engine.optimizer.steps_done + index)
             ids = [torch.randint(3, 300, (2, 9), generator=draws) for _ in range(3)]

@@ -6,6 +6,7 @@ The reference knows nothing of the engine: one sequence at a time, eager attenti
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +28,8 @@ from verl.model.heads import Head, TokenOutputs
 from verl.model.load import hf_parameters
 from verl.model.packing import Sequences
 
-Layout = tuple[int, int, int]
-"""(pipeline stages, data-parallel ranks, tensor-parallel ranks)"""
+Layout = tuple[int, ...]
+"""(pipeline stages, data-parallel ranks, tensor-parallel ranks, context-parallel ranks); the last may be left out."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -90,7 +91,7 @@ class Errors:
     outputs: float
     """Absolute, of log-probs, entropies or values."""
     disagreement: float
-    """Between the outputs of tensor-parallel ranks, which hold the same rows."""
+    """Between the outputs of tensor- and context-parallel ranks, which hold the same rows."""
 
 
 def make_family(folder: Path, name: str, num_layers: int = 2) -> Path:
@@ -151,7 +152,7 @@ def measure(job: Job, place: Placement, groups: Groups, case: Case, folder: Path
         reshard_after_forward=case.frugal,
         activation_checkpointing=case.frugal,
     )
-    engine = TrainEngine(spec, groups, job.device, job.board.beat)
+    engine = TrainEngine(spec, groups, job.device, job.board)
     engine.add_optimizer(OptimConfig(clip_grad=0.0), total_steps=10)
     assert engine.optimizer is not None
     rows = place.inputs.rows(job.rank, len(SHAPES))
@@ -183,14 +184,18 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def placed(layout: Layout, ranks: Sequence[int]) -> Placement:
+    pp, _, tp, cp = (*layout, 1)[:4]
+    return Placement("actor", tuple(ranks), tp, pp, cp=cp)
+
+
 def measure_on_ranks(
     ranks: Sequence[int], layout: Layout, cases: Sequence[Case], folders: Mapping[str, Path]
 ) -> dict[Case, Measured]:
     """All cases in one job."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # a hint at speed
-    pp, _, tp = layout
     job = start_job(stage_timeout=300, check_program=False)  # many ranks may share few cores
-    place = Placement("actor", tuple(ranks), tp, pp)
+    place = placed(layout, ranks)
     groups = make_groups([place], job.rank, "cpu", job.timeout).get("actor")
     results = {}
     if groups is not None:
@@ -208,10 +213,9 @@ def compare(
     timeout: float = 120.0,
 ) -> dict[Case, Errors]:
     """`ranks`: of the layout, in its order; the first ones where none are given."""
-    pp, dp, tp = layout
-    listed = tuple(range(pp * dp * tp) if ranks is None else ranks)
+    listed = tuple(range(math.prod(layout)) if ranks is None else ranks)
     results = run_ranks(max(listed) + 1, measure_on_ranks, listed, layout, cases, folders, timeout=timeout)
-    place = Placement("actor", listed, tp, pp)
+    place = placed(layout, listed)
     return {case: _errors(place, {rank: results[rank][case] for rank in listed}, references[case]) for case in cases}
 
 

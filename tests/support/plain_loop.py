@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,8 @@ class Steps:
 class Plain(nn.Module):
     """Named as in the folder: the decoder's parameters, and `lm_head.weight` or `score.weight`."""
 
+    hf: Any
+
     def __init__(self, folder: Path, head_seed: int | None) -> None:
         """`head_seed`: of a new value head; None: the language-model head."""
         super().__init__()
@@ -119,7 +122,18 @@ def train(
     total_steps: int,
 ) -> Steps:
     """One step a mini-batch, its loss the mean over the tokens of its rows of weight 1; linear schedule to 0."""
-    model = Plain(folder, head_seed)
+    return train_model(Plain(folder, head_seed), batch, mini_batches, token_loss, config, total_steps)
+
+
+def train_model(
+    model: Plain,
+    batch: Batch,
+    mini_batches: list[list[int]],
+    token_loss: TokenLoss,
+    config: OptimConfig,
+    total_steps: int,
+) -> Steps:
+    """The same of a model that is there."""
     named = model.named()
     decayed = [p for p in named.values() if p.ndim == 2]
     other = [p for p in named.values() if p.ndim < 2]

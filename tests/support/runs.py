@@ -29,7 +29,7 @@ MESHES: dict[str, tuple[int, dict[str, list[int]]]] = {
 }
 """Name -> (ranks, devices of each role)."""
 
-Split = Mapping[str, Mapping[str, int]]
+Split = Mapping[str, Mapping[str, Any]]
 """Role -> what stands under its `parallelism`."""
 
 SPLIT_MESHES: dict[str, tuple[int, dict[str, list[int]], Split]] = {
@@ -47,6 +47,15 @@ SPLIT_MESHES: dict[str, tuple[int, dict[str, list[int]], Split]] = {
             "reference": {"pipeline_parallel_size": 2},
         },
     ),
+    "two copies, offloaded": (
+        2,
+        {"actor": [1, 0], "critic": [0, 1], "reference": [0, 1], "rollout": [0, 1]},
+        {
+            "actor": {"fsdp_size": 1, "hybrid_engine": {"offload_optimizer": True, "offload_activations": True}},
+            "critic": {"fsdp_size": 1, "hybrid_engine": {"offload_parameters": True}},
+            "reference": {"fsdp_size": 1, "hybrid_engine": {"offload_parameters": True}},
+        },
+    ),
     "TP 2": (
         2,
         {"actor": [1, 0], "critic": [0, 1], "reference": [0, 1], "rollout": [0, 1]},
@@ -56,6 +65,12 @@ SPLIT_MESHES: dict[str, tuple[int, dict[str, list[int]], Split]] = {
         4,
         {"actor": [0, 2, 1, 3], "critic": [3, 1], "reference": [1, 2], "rollout": [0, 3]},
         {"actor": {"tensor_parallel_size": 2}, "critic": {"tensor_parallel_size": 2}},
+    ),
+    "CP 2 x FSDP 2": (
+        4,
+        {"actor": [0, 2, 1, 3], "critic": [3, 1], "reference": [1, 2], "reward": [2, 0], "rollout": [0, 3]},
+        {"actor": {"context_parallel_size": 2}, "critic": {"context_parallel_size": 2}}
+        | {"reward": {"context_parallel_size": 2}},
     ),
     "two stages of TP 2": (
         4,

@@ -58,6 +58,8 @@ OUT_OF_RANGE = [
     ("critic__optim__betas", [0.9], "critic.optim.betas=[0.9]: must be two numbers, for example [0.9, 0.999]"),
     ("critic__cliprange_value", 0, "critic.cliprange_value=0.0: must be above 0"),
     ("rollout__n", 0, "rollout.n=0: must be at least 1"),
+    ("actor__lora__rank", -1, "actor.lora.rank=-1: must be 0 or more"),
+    ("critic__lora__alpha", 0, "critic.lora.alpha=0: must be above 0"),
     ("rollout__temperature", 0.0, "rollout.temperature=0.0: must be above 0"),
     ("rollout__top_p", 0.0, "rollout.top_p=0.0: must be above 0 and at most 1"),
     ("rollout__top_p", 1.1, "rollout.top_p=1.1: must be above 0 and at most 1"),
@@ -157,6 +159,14 @@ def test_roles_that_the_mesh_lacks():
         "mesh, or set reward.model.path=null",
     ]
     assert problems(make(algorithm__adv_estimator="grpo", rollout__n=4), {"actor": 1, "rollout": 1}) == []
+
+
+def test_layers_for_adapters_are_all_or_named():
+    for targets in ([], ["q_proj", "all-linear"]):
+        (said,) = problems(make(critic__lora__rank=8, critic__lora__target_modules=targets), ONE)
+        assert said.startswith(f"critic.lora.target_modules={targets}: must be [all-linear], or the names of linear ")
+        assert problems(make(critic__lora__target_modules=targets), ONE) == []
+    assert problems(make(actor__lora__rank=8, actor__lora__target_modules=["q_proj"]), ONE) == []
 
 
 def test_batches_that_do_not_divide_are_told_with_the_numbers():

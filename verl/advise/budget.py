@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from verl.advise import memory
+from verl.advise.adapters import held_adapters
 from verl.advise.job import Job
 from verl.advise.memory import PROCESS_BYTES, Need, Tokens
 from verl.advise.model import ModelShape
 from verl.checks import mini_batches
 from verl.config import PPOConfig
+from verl.flow.place import reference_is_actor
 from verl.generation.residency import sharing
 from verl.mesh.spec import RolloutSpec
 
@@ -67,6 +69,8 @@ def budgets(job: Job, models: Mapping[str, ModelShape], config: PPOConfig, devic
         config: batch sizes and token budgets.
         device_memory: bytes of a device; None where it is not known.
     """
+    if reference_is_actor(config, job.mesh, job.placements):
+        models = {role: model for role, model in models.items() if role != "reference"}
     modelled = [place for role, place in job.placements.items() if role != "rollout" and role in models]
 
     @cache
@@ -107,8 +111,8 @@ def longest(config: PPOConfig) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
-def tokens_of(role: str, config: PPOConfig, dp: int) -> Tokens:
-    """What a device of a role with `dp` data-parallel ranks is given at a time."""
+def tokens_of(role: str, config: PPOConfig, dp: int, cp: int = 1) -> Tokens:
+    """What a device of a role with `dp` data-parallel ranks is given at a time; `cp` devices share it out."""
     budget = {
         "actor": config.actor.max_tokens_per_micro_batch,
         "critic": config.critic.max_tokens_per_micro_batch,
@@ -120,7 +124,7 @@ def tokens_of(role: str, config: PPOConfig, dp: int) -> Tokens:
     micro_batch = min(max(budget, longest(config)), tokens)
     attention = config.model.attn_implementation
     return Tokens(
-        micro_batch=micro_batch,
+        micro_batch=-(-micro_batch // cp),
         longest=longest(config),
         chunk=config.model.logprob_chunk_tokens,
         accumulates=tokens > micro_batch,
@@ -129,13 +133,14 @@ def tokens_of(role: str, config: PPOConfig, dp: int) -> Tokens:
 
 
 def _trainer(job: Job, role: str, stage: int, model: ModelShape, config: PPOConfig) -> Need:
-    spec, dp = job.spec(role), job.placements[role].dp
-    split, tokens = model.split(spec, dp), tokens_of(role, config, dp)
+    spec, place = job.spec(role), job.placements[role]
+    split, tokens = model.split(spec, place.spread), tokens_of(role, config, place.dp, place.cp)
     said = config.model.reshard_after_forward
     reshards = split.pp == 1 if said is None else said  # a pipeline would gather a layer again for each micro-batch
     if role in TRAINED:
-        return memory.trained(model, split, stage, ITEMSIZE[spec.dtype], tokens, spec, reshards)
-    return memory.frozen(model, split, stage, ITEMSIZE[spec.dtype], tokens, reshards)
+        adapters = held_adapters(model, split, stage, (config.actor if role == "actor" else config.critic).lora)
+        return memory.trained(model, split, stage, ITEMSIZE[spec.dtype], tokens, spec, reshards, adapters)
+    return memory.frozen(model, split, stage, ITEMSIZE[spec.dtype], tokens, spec, reshards)
 
 
 def _engine(job: Job, model: ModelShape, config: PPOConfig, device_memory: int | None, shares: bool) -> Need:

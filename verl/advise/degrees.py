@@ -6,15 +6,17 @@ from collections.abc import Iterator, Mapping
 
 from verl.advise.job import Job
 from verl.advise.model import ModelShape
-from verl.mesh.spec import ROLES, RoleSpec
+from verl.mesh.spec import ROLES, RoleSpec, RolloutSpec
 from verl.parallel.support import unsupported
 
 _MOST_OFFERED = 8
 
 
 def spanning(job: Job) -> Iterator[str]:
-    """Replicas of the rollout that lie on more than one node."""
+    """Replicas of the rollout that lie on more than one node, where an engine is one process on all of its devices."""
     placement, spec = job.placements["rollout"], job.spec("rollout")
+    if _in_ranks(spec):
+        return
     for number in range(placement.dp):
         ranks = placement.ranks[number * placement.tp : (number + 1) * placement.tp]
         nodes = dict.fromkeys(job.node_of[rank] for rank in ranks)
@@ -24,6 +26,24 @@ def spanning(job: Job) -> Iterator[str]:
                 f"{job.mesh.place('rollout.devices')}: rollout.devices: replica {number} ({devices}) lies on "
                 f"{len(nodes)} nodes, and an engine runs on one; list the {spec.tensor_parallel_size} devices of each "
                 "replica (tensor_parallel_size) one after the other from one node, or lower tensor_parallel_size"
+            )
+
+
+def torn_copies(job: Job) -> Iterator[str]:
+    """Roles with a copy of the model on more than one node, where a node would have room for it."""
+    room = max(len(ranks) for ranks in job.nodes.values())
+    for role, placement in job.placements.items():
+        size = (placement.fsdp_size or 0) * placement.tp
+        if role not in job.mesh.roles or not 1 < size <= room:
+            continue
+        copies = (placement.ranks[start : start + size] for start in range(0, len(placement.ranks), size))
+        torn = next((ranks for ranks in copies if len({job.node_of[rank] for rank in ranks}) > 1), None)
+        if torn is not None:
+            key = f"{role}.parallelism.fsdp_size"
+            yield (
+                f"{job.mesh.place(key)}: {key}: {placement.fsdp_size}: a copy of the model lies on several nodes "
+                f"({job.devices(torn)}), between which every layer is then gathered; list the {size} devices of each "
+                "copy one after the other from one node, or set fsdp_size to what a node has room for"
             )
 
 
@@ -40,15 +60,20 @@ def unsuitable(job: Job, models: Mapping[str, ModelShape]) -> Iterator[str]:
 def _of_role(job: Job, role: str, spec: RoleSpec, model: ModelShape) -> Iterator[str]:
     tp, pp, parts = spec.tensor_parallel_size, spec.pipeline_parallel_size, spec.parallelism.virtual_stages
     if role == "rollout":
+        key = "rollout.tensor_parallel_size"
+        if _in_ranks(spec):
+            for message in unsupported(model.config, tp, pp=1):
+                reason = message.partition(": ")[2].partition("; ")[0]
+                yield f"{job.mesh.place(key)}: {key}: {reason} ({model.name}); set it to 1, or use backend vllm"
+            return
         wrong = list(_unsplit(model, tp))
         if wrong:
-            key = "rollout.tensor_parallel_size"
             yield (
                 f"{job.mesh.place(key)}: {key}: {tp} does not suit {model.name}: {', '.join(wrong)}; "
                 f"{_offer(len(job.placements[role].ranks), model)}"
             )
         return
-    for message in unsupported(model.config, tp, pp):
+    for message in unsupported(model.config, tp, pp, spec.context_parallel_size):
         setting, _, rest = message.partition(": ")
         key = f"{role}.parallelism.{setting.removeprefix('parallelism.')}"
         yield f"{job.mesh.place(key)}: {key}: {rest} ({model.name})"
@@ -61,6 +86,11 @@ def _of_role(job: Job, role: str, spec: RoleSpec, model: ModelShape) -> Iterator
             f"{job.mesh.place(key)}: {key}: {pp} stages of {parts} parts for the {model.num_layers} layers of "
             f"{model.name}; set it to {model.num_layers // pp} or less"
         )
+
+
+def _in_ranks(spec: RoleSpec) -> bool:
+    """A rollout in the ranks' own processes, which cuts a model as training does."""
+    return isinstance(spec, RolloutSpec) and spec.backend == "torch"
 
 
 def _unsplit(model: ModelShape, tp: int) -> Iterator[str]:

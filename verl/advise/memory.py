@@ -1,9 +1,9 @@
 """What a role takes of a device's memory, term by term. Pure: shapes, degrees and tokens in, bytes out.
 
-Parameters, gradients and optimizer state are exact. Activations are counted from what autograd keeps of a Llama-like
-layer; on other architectures they are near that. Roles with a model are not moved off a device while another role has
-its turn, so what stays of each adds up, and what a role takes while it computes is needed by one at a time. An engine
-of vLLM's that shares its devices sleeps while others compute (`verl.generation.residency`).
+Parameters, gradients and optimizer state are exact; the rest is within 15 % of what `scripts/bench/memory.py`
+measures on a CPU, where it is large enough to matter. Roles with a model are not moved off a device while another role
+has its turn, so what stays of each adds up, and what a role takes while it computes is needed by one at a time. An
+engine of vLLM's that shares its devices sleeps while others compute (`verl.generation.residency`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from verl.advise.activations import FLOAT32, Tokens, activations, passing_bytes
 from verl.advise.model import ModelShape
-from verl.mesh.spec import HybridEngine, RoleSpec, RolloutSpec
-from verl.parallel.schedule import Kind, schedule
+from verl.mesh.spec import RoleSpec, RolloutSpec
 from verl.reshard.boxes import Split
 
-FLOAT32 = 4
 PROCESS_BYTES = 1 << 30
 """Of each process on a GPU beside its tensors: the CUDA context and NCCL's buffers. A rule of thumb."""
 ENGINE_SHARE = 0.92
@@ -36,6 +35,8 @@ class Need:
     """Held from the start to the end of a run."""
     at_work: Mapping[str, int] = field(default_factory=dict)
     """Held besides while the role computes, at the moment when it is most."""
+    moments: tuple[Mapping[str, int], ...] = ()
+    """The moments of which that is one, where there are several."""
 
     def term(self, name: str) -> int:
         return self.stays.get(name, 0) + self.at_work.get(name, 0)
@@ -43,22 +44,6 @@ class Need:
     @property
     def total(self) -> int:
         return sum(self.stays.values()) + sum(self.at_work.values())
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What a device is given at a time."""
-
-    micro_batch: int
-    """Tokens of one forward or forward-backward."""
-    longest: int
-    """Tokens of the longest sequence, prompt and response."""
-    chunk: int
-    """Tokens whose logits are held at once."""
-    accumulates: bool
-    """An optimizer step has more than one micro-batch. FSDP then keeps whole float32 gradients until the last one."""
-    attention: str = "flash_attention_2"
-    """What else attention keeps for the backward pass: a mask (sdpa) or the probabilities (eager)."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +64,6 @@ class Held:
 
 
 def held(model: ModelShape, split: Split, stage: int) -> Held:
-    shards = split.dp if split.fsdp else 1
     sharded = 0
     by_unit: dict[int, int] = {}
     for name, shape in model.shapes.items():
@@ -88,7 +72,7 @@ def held(model: ModelShape, split: Split, stage: int) -> Held:
         local = list(shape)
         if name in split.tp_dims:
             local[split.tp_dims[name]] = -(-local[split.tp_dims[name]] // split.tp)
-        sharded += -(-local[0] // shards) * prod(local[1:])
+        sharded += -(-local[0] // split.shards) * prod(local[1:])
         unit = model.units[name][0]
         by_unit[unit] = by_unit.get(unit, 0) + prod(local)
     in_layers = {unit: size for unit, size in by_unit.items() if 1 <= unit <= model.num_layers}
@@ -104,44 +88,63 @@ def held(model: ModelShape, split: Split, stage: int) -> Held:
 
 
 def trained(
-    model: ModelShape, split: Split, stage: int, itemsize: int, tokens: Tokens, spec: RoleSpec, reshards: bool
+    model: ModelShape,
+    split: Split,
+    stage: int,
+    itemsize: int,
+    tokens: Tokens,
+    spec: RoleSpec,
+    reshards: bool,
+    adapters: Held | None = None,
 ) -> Need:
-    """Actor or critic on a device of `stage`. `itemsize`: bytes of the compute dtype; the shards are float32.
+    """Actor or critic on a device of `stage`. `itemsize`: bytes of the compute dtype; what is trained is float32.
 
-    `reshards`: gathered layers are freed after use (FSDP's reshard_after_forward); else the whole model stays gathered.
-    It is most either when the last micro-batch's backward begins, with all activations, or when it ends, with all
-    gradients.
+    `adapters`: all that is trained, where there are any; the model is then stored in the compute dtype. `reshards`:
+    gathered layers are freed after use (FSDP's reshard_after_forward); else the whole model stays gathered. It is most
+    either when the last micro-batch's backward begins, with all activations, or when it ends, with all gradients.
     """
     part = held(model, split, stage)
-    stays = {"parameters": FLOAT32 * part.sharded, "optimizer": 2 * FLOAT32 * part.sharded}
-    gathered = {"gathered layers": _gathered(part, itemsize, reshards)}
-    accumulated = FLOAT32 * part.whole if tokens.accumulates else 0
+    learnt = part if adapters is None else adapters
+    stored = 0 if adapters is None else itemsize * part.sharded
+    stays = {"parameters": stored + FLOAT32 * learnt.sharded, "optimizer": 2 * FLOAT32 * learnt.sharded}
+    reduced = FLOAT32 * learnt.sharded
+    if spec.hybrid_engine.offload_parameters:
+        stays, reduced = {}, 0  # gradients follow the parameters to the host as soon as they are reduced
+    elif spec.hybrid_engine.offload_optimizer:
+        del stays["optimizer"]  # a step takes less of it at a time than the passes before have taken
+    beside = 0 if adapters is None else _gathered(adapters, itemsize, reshards)
+    gathered = {"gathered layers": _gathered(part, itemsize, reshards) + beside}
+    accumulated = FLOAT32 * learnt.whole if tokens.accumulates else 0
+    head_gradient = _head_gradient(model, split, itemsize) if adapters is None else 0
     begins = gathered | {
         "gradients": accumulated,
         "activations": activations(
-            model, part, split, stage, itemsize, tokens, spec.hybrid_engine, spec.parallelism.virtual_stages
+            model, part.layers, split, stage, itemsize, tokens, spec.hybrid_engine, spec.parallelism.virtual_stages
         ),
-        "logits": _logits(model, split, tokens) + _head_gradient(model, split, itemsize) if part.ends else 0,
+        "logits": _logits(model, split, tokens) + head_gradient if part.ends else 0,
     }
     ends = gathered | {
-        "gradients": max(accumulated, FLOAT32 * part.sharded),
-        "gradients in transit": (itemsize + FLOAT32) * max(part.largest_layer, part.root),
+        "gradients": max(accumulated, reduced),
+        "gradients in transit": (itemsize + FLOAT32) * max(learnt.largest_layer, learnt.root),
     }
-    worse = max((begins, ends), key=lambda terms: sum(terms.values()))
-    return Need(stays, {name: size for name, size in worse.items() if size})
+    return _worst(stays, begins, ends)
 
 
-def frozen(model: ModelShape, split: Split, stage: int, itemsize: int, tokens: Tokens, reshards: bool) -> Need:
-    """Reference or reward model: forward only, stored in the compute dtype."""
+def frozen(
+    model: ModelShape, split: Split, stage: int, itemsize: int, tokens: Tokens, spec: RoleSpec, reshards: bool
+) -> Need:
+    """Reference or reward model: forward only, stored in the compute dtype.
+
+    It is most either within a layer, or in the head.
+    """
     part = held(model, split, stage)
-    forward = tokens.micro_batch * (8 * model.hidden_size + 3 * model.intermediate_size) * itemsize // split.tp
-    return Need(
-        {"parameters": itemsize * part.sharded},
-        {
-            "gathered layers": _gathered(part, itemsize, reshards),
-            "activations": forward,
-            "logits": _logits(model, split, tokens) if part.ends and model.has_lm_head else 0,
-        },
+    stays = {} if spec.hybrid_engine.offload_parameters else {"parameters": itemsize * part.sharded}
+    gathered = {"gathered layers": _gathered(part, itemsize, reshards)}
+    states = tokens.micro_batch * model.hidden_size * itemsize
+    return _worst(
+        stays,
+        gathered | {"activations": passing_bytes(model, itemsize, tokens, split.tp)},
+        gathered | {"activations": states, "logits": _logits(model, split, tokens) if part.ends else 0},
     )
 
 
@@ -192,52 +195,9 @@ def cache_bytes(model: ModelShape, tp: int, itemsize: int) -> int:
     return 2 * model.num_layers * max(1, model.num_kv_heads // tp) * model.head_dim * itemsize
 
 
-def activations(
-    model: ModelShape,
-    part: Held,
-    split: Split,
-    stage: int,
-    itemsize: int,
-    tokens: Tokens,
-    hybrid: HybridEngine,
-    virtual_stages: int,
-) -> int:
-    """What autograd keeps between forward and backward, of all micro-batches that are under way.
-
-    Sequence parallelism shares the parts between the layers out, too (Korthikanti et al. 2022).
-    """
-    under_way = parts_under_way(stage, split.pp, virtual_stages) if tokens.accumulates else virtual_stages
-    layer = tokens.micro_batch * layer_bytes(model, itemsize, tokens) // split.tp
-    inputs = tokens.micro_batch * model.hidden_size * itemsize // split.tp
-    kept = inputs if hybrid.activation_checkpointing else layer
-    if hybrid.offload_activations:
-        return 2 * kept + layer
-    recomputed = layer if hybrid.activation_checkpointing else 0
-    return under_way * part.layers * kept // virtual_stages + recomputed + 6 * inputs
-
-
-def parts_under_way(stage: int, pp: int, virtual_stages: int) -> int:
-    """Parts of a stage's layers whose forward has run and whose backward has not, at most, by the run's schedule."""
-    now = most = 0
-    for action in schedule(stage, pp, 4 * pp, virtual_stages):
-        now += 1 if action.kind is Kind.forward else -1
-        most = max(most, now)
-    return most
-
-
-def layer_bytes(model: ModelShape, itemsize: int, tokens: Tokens) -> int:
-    """Bytes a token that one Llama layer keeps for its backward pass, as Hugging Face writes it.
-
-    Norms: the input in float32 and the result before its weight. Attention: its input, queries, keys, values and
-    output. MLP: its input, gate, activated gate, up, and their product.
-    """
-    hidden, queries = model.hidden_size, model.num_heads * model.head_dim
-    keys = model.num_kv_heads * model.head_dim
-    norms = model.normed * (FLOAT32 + itemsize)
-    attention = (hidden + 2 * queries + 2 * keys) * itemsize + FLOAT32 * model.num_heads
-    mlp = (hidden + 4 * model.intermediate_size) * itemsize
-    extra = {"sdpa": itemsize * tokens.longest, "eager": (FLOAT32 + itemsize) * model.num_heads * tokens.longest}
-    return norms + attention + mlp + extra.get(tokens.attention, 0)
+def _worst(stays: Mapping[str, int], *moments: Mapping[str, int]) -> Need:
+    worst = max(moments, key=lambda terms: sum(terms.values()))
+    return Need(stays, {name: size for name, size in worst.items() if size}, moments)
 
 
 def _gathered(part: Held, itemsize: int, reshards: bool) -> int:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig
 from verl.errors import UserError
 from verl.mesh.spec import RoleSpec
 from verl.model.heads import Head, HeadedModel
-from verl.model.load import hf_parameters, meta_model, read_config
+from verl.model.load import caps_scores, hf_parameters, meta_model, read_config
 from verl.parallel.stages import split_layers, unit_costs
 from verl.reshard.boxes import Split, tensor_parallel_dims
 from verl.reshard.layout import Shapes
@@ -46,6 +46,10 @@ class ModelShape:
     vocabulary: int
     normed: int
     """Numbers that the norms of one layer take in for a token."""
+    norms_in_float32: bool
+    """Norms apply their weight in float32, and only then go back to the model's dtype (Gemma)."""
+    caps_scores: bool
+    """Attention scores go through a tanh (Gemma 2)."""
     has_lm_head: bool
 
     @cached_property
@@ -60,7 +64,9 @@ class ModelShape:
         return [[unit for part in parts[stage::pp] for unit in part] for stage in range(pp)]
 
     def split(self, spec: RoleSpec, dp: int) -> Split:
-        """How a role cuts the model. `dp`: of the role's devices; `spec` does not know it where it says `all`."""
+        """How a role cuts the model. `dp`: ranks that parameters are spread over (`Placement.spread`); `spec` does not
+        know them where it says `all`.
+        """
         pp, tp = spec.pipeline_parallel_size, spec.tensor_parallel_size
         stages = self.stages(pp, spec.parallelism.virtual_stages)
         stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
@@ -71,6 +77,7 @@ class ModelShape:
             self.tp_dims(tp),
             {name: tuple(dict.fromkeys(stage_of[unit] for unit in units)) for name, units in self.units.items()},
             fsdp=spec.parallelism.fsdp,
+            copies=dp // (spec.parallelism.fsdp_size or dp),
         )
 
     def tp_dims(self, tp: int) -> Mapping[str, int]:
@@ -153,6 +160,8 @@ def _measured(model: HeadedModel, config: PretrainedConfig, name: str) -> ModelS
             size if size != head_dim else size * (heads if ".q_norm." in key else kv_heads)
             for key, size in norms.items()
         ),
+        norms_in_float32=config.model_type.startswith("gemma"),
+        caps_scores=caps_scores(config),
         has_lm_head=model.head is Head.lm,
     )
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from verl.advise.job import Job
+from verl.flow.placement import Placement
 from verl.mesh.spec import ROLES, RolloutSpec
 
-LEGEND = "p: pipeline stage, d: data-parallel index, t: tensor-parallel index, r: replica of the rollout"
+LEGEND = "p: pipeline stage, d, c, t: data-, context- and tensor-parallel index, r: replica of the rollout"
 _NONE = "."
 _GAP = "   "
 
@@ -70,7 +71,12 @@ def _cell(job: Job, role: str, rank: int) -> str:
         return ""
     at = placement.coordinate(rank)
     data = "r" if role == "rollout" else "d"
-    axes = (("p", at.pp, placement.pp), (data, at.dp, placement.dp), ("t", at.tp, placement.tp))
+    axes = (
+        ("p", at.pp, placement.pp),
+        (data, at.dp, placement.dp),
+        ("c", at.cp, placement.cp),
+        ("t", at.tp, placement.tp),
+    )
     return "".join(f"{axis}{index}" for axis, index, degree in axes if degree > 1) or "whole"
 
 
@@ -82,16 +88,19 @@ def _note(job: Job, role: str) -> str:
         return f"{replicas} of {each}, {spec.backend}, {spec.max_num_seqs} sequences at once"
     if role == "reward" and role not in job.mesh.roles:
         return "a reward function, beside the rollout's leaders"
-    degrees = f"pp {placement.pp} x dp {placement.dp} x tp {placement.tp}"
+    context = f"cp {placement.cp} x " if placement.cp > 1 else ""
+    degrees = f"pp {placement.pp} x dp {placement.dp} x {context}tp {placement.tp}"
     follows = "; not in the mesh, so where the actor is" if role not in job.mesh.roles else ""
-    return f"{degrees}, {_sharding(spec.parallelism.fsdp, placement.dp, placement.tp * placement.pp)}{follows}"
+    return f"{degrees}, {_sharding(spec.parallelism.fsdp, placement)}{follows}"
 
 
-def _sharding(fsdp: bool, dp: int, parts: int) -> str:
+def _sharding(fsdp: bool, placement: Placement) -> str:
+    parts, shards = placement.tp * placement.pp, placement.spread // placement.copies
     part = "the whole model" if parts == 1 else f"its whole 1/{parts} of the model"
     if not fsdp:
         return f"no FSDP: each device holds {part}"
-    return f"FSDP {dp}" if dp > 1 else f"FSDP 1: nothing to shard over, each device holds {part}"
+    copies = f"{placement.copies} copies of " if placement.copies > 1 else ""
+    return copies + (f"FSDP {shards}" if shards > 1 else f"FSDP 1: nothing to shard over, each device holds {part}")
 
 
 def _side_by_side(picture: Picture, width: int, cell: int) -> Iterator[list[tuple[str, tuple[Column, ...]]]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from verl.advise.budget import Budget, budgets
-from verl.advise.degrees import spanning, unsuitable
+from verl.advise.degrees import spanning, torn_copies, unsuitable
 from verl.advise.fit import small_cache, tight, too_large, unsized_cache
 from verl.advise.job import Job
 from verl.advise.model import ModelShape
@@ -42,10 +42,10 @@ def examine(
         dp = {role: placement.dp for role, placement in job.placements.items() if role in job.mesh.roles}
         problems += [text for text in setting_problems(config, dp) if not text.startswith(_NOT_NEEDED)]
     if unsplit:  # what cannot be split has no shares to add up
-        return Report(tuple(problems), tuple(_idle(job)), ())
+        return Report(tuple(problems), (*_idle(job), *torn_copies(job)), ())
     found = budgets(job, models, config, device_memory)
     unsized = list(unsized_cache(job, found, device_memory))
-    warnings = [*_idle(job)]
+    warnings = [*_idle(job), *torn_copies(job)]
     if device_memory is None:
         warnings += unsized  # on a CPU it is no problem
     else:

@@ -12,8 +12,8 @@ from verl.flow import wire
 from verl.flow.placement import Home
 from verl.flow.plan import plan as plan_rows
 from verl.mesh.spec import RolloutSpec
-from verl.reshard.boxes import node_domains, own_domains, training_boxes
-from verl.reshard.layout import Domain, Shards, whole
+from verl.reshard.boxes import generation_domains, node_domains, training_boxes
+from verl.reshard.layout import Domain, Shards
 from verl.reshard.plan import plan as plan_weights
 
 _LENGTH = 8
@@ -78,12 +78,11 @@ def hand_overs(job: Job, config: PPOConfig) -> list[HandOver]:
 def weight_load(job: Job, model: ModelShape, itemsize: int) -> WeightLoad:
     """Who sends which bytes of the actor's weights to whom. `itemsize`: of the rollout's dtype."""
     actor, rollout = job.placements["actor"], job.placements["rollout"]
-    split = model.split(job.spec("actor"), actor.dp)
+    split = model.split(job.spec("actor"), actor.spread)
     shards = Shards(training_boxes(model.shapes, split, actor.ranks), job.node_of)
     spec = job.spec("rollout")
     if isinstance(spec, RolloutSpec) and spec.backend == "torch":
-        everything = {name: whole(shape) for name, shape in model.shapes.items()}
-        domains = own_domains(dict.fromkeys(rollout.leaders, everything))
+        domains = generation_domains(model.shapes, model.config, rollout)
     else:
         domains = node_domains(model.shapes, rollout.leaders, job.node_of, slots=2)
     sizes: dict[tuple[int, int], int] = {}

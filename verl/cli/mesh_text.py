@@ -121,6 +121,8 @@ def as_json(job: Job, report: Report) -> dict[str, Any]:
                 "devices": [job.device(rank) for rank in placement.ranks],
                 "pp": placement.pp,
                 "dp": placement.dp,
+                "cp": placement.cp,
+                "copies": placement.copies,
                 "tp": placement.tp,
             }
             for role, placement in job.placements.items()

@@ -8,6 +8,7 @@ import logging
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ from typing import Any
 import torch.distributed as dist
 
 from verl.engine import durable
+from verl.engine.adapter_files import check_scale, write_config
+from verl.engine.background import Background
 from verl.engine.hf_folder import copy_companions
 from verl.engine.manifest import TRAINER, BrokenCheckpointError, Found, Manifest, find, sizes, step_folder, step_folders
-from verl.engine.shards import load_engine, save_engine
+from verl.engine.shards import load_engine, save_tensors
+from verl.engine.share import Learnt, Share
 from verl.engine.train_engine import TrainEngine
 from verl.errors import UserError
+from verl.flow.circle import Circle
 from verl.flow.job import Job
+from verl.flow.signs import Signs
 
 COMPANIONS = "hf"
 """In a role's folder: what a Hugging Face folder has beside weights."""
@@ -32,7 +38,7 @@ class Checkpoints:
     """run_dir/checkpoints, which all nodes see under the same path. All methods are collective over the job.
 
     step_N/ROLE/          shards of parameters and AdamW's state by Hugging Face name (torch.distributed.checkpoint)
-    step_N/ROLE/hf/       config and tokenizer, for an export
+    step_N/ROLE/hf/       config and tokenizer, for an export, and the config of adapters
     step_N/trainer.json   what rank 0 says of the run's position
     step_N/ranks/         what each rank says of its own
     step_N/manifest.json  the size of every file; written last
@@ -40,9 +46,20 @@ class Checkpoints:
     An exception on one rank is for that rank to raise: nothing is published, and the job ends.
     """
 
-    def __init__(self, run_dir: Path, keep: int, job: Job, tokenizer_folder: Path | None = None) -> None:
-        """`keep`: newest checkpoints that stay; 0: all. `tokenizer_folder`: where it is not the models' own."""
+    def __init__(
+        self,
+        run_dir: Path,
+        keep: int,
+        job: Job,
+        tokenizer_folder: Path | None = None,
+        background: Background | None = None,
+    ) -> None:
+        """`keep`: newest checkpoints that stay; 0: all. `tokenizer_folder`: where it is not the models' own.
+
+        `background`: writes them while the run goes on; None: `save` lasts until one is published.
+        """
         self.folder, self.keep, self.job, self.tokenizer_folder = run_dir / "checkpoints", keep, job, tokenizer_folder
+        self._background = background
 
     def prepare(self) -> None:
         """At the start of a run: the folder is there, all ranks share it, and what a killed save left is gone.
@@ -79,44 +96,73 @@ class Checkpoints:
         trainer_state: dict[str, Any],
         rank_state: Mapping[str, bytes],
     ) -> None:
-        """Publishes step_`step` once every rank has said that its part is written.
+        """Publishes step_`step` once every rank has said that its part is written: now, or in the background.
 
         `engines`: the trained roles that this rank serves. `trainer_state`: anything JSON holds; rank 0's is written.
-        `rank_state`: this rank's own, given back to the same rank of the same mesh.
+        `rank_state`: this rank's own, given back to the same rank of the same mesh. Raises UserError on every rank when
+        the disk of one refuses; in the background then `raise_if_failed` and `finish` do.
         """
-        state = json.dumps(trainer_state).encode()
-        target = step_folder(self.folder, step)
-        part = self._start(target)
-        for role in sorted(engines):
-            self._save_role(engines[role], part / role)
-        _write_rank_state(part, self.job.rank, rank_state)
-        if self.job.is_main:
-            durable.write(part / TRAINER, state)
-        meshes = self._meshes(engines)
-        if self.job.is_main:
-            Manifest(step, self.job.world, meshes, sizes(part)).write(part)
-            durable.publish(target)
-            self._set_later_ones_aside(step)
-            self._remove_old_ones()
+        roles = {role: Learnt.of(engine) for role, engine in engines.items()}
+        background = self._background
+        if background is not None:
+            background.finish()  # what it writes are the last copies
+            roles = {role: replace(of, here=background.copies[role].take(of.tensors)) for role, of in roles.items()}
+        share = Share(step, json.dumps(trainer_state).encode(), rank_state, roles)
+        if background is None:
+            groups = {role: engine.groups.everyone for role, engine in engines.items()}
+            self._write(share, replace(self.job.circle, what="a checkpoint"), groups)
+        else:
+            circle, groups = background.circle, background.groups
+            background.start(f"writes step_{step}", lambda: self._write(share, circle, groups))
 
-    def _start(self, target: Path) -> Path:
-        if self.job.is_main:
-            (durable.start(target) / "ranks").mkdir()
-        self.job.hand_over.agree(None, source=0)
+    def raise_if_failed(self) -> None:
+        """Raises what has gone wrong in the background."""
+        if self._background is not None:
+            self._background.raise_if_failed()
+
+    def finish(self) -> None:
+        """Waits for what is being written in the background."""
+        if self._background is not None:
+            self._background.finish()
+
+    def _write(self, share: Share, circle: Circle, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        """By all ranks together, each of which speaks on its circle and its roles' groups alone."""
+        target = step_folder(self.folder, share.step)
         part = durable.part_of(target)
+        circle.together(lambda: self._start(target))
+        circle.together(lambda: self._write_share(share, part, circle.signs, groups))
+        meshes = circle.everywhere({role: learnt.mesh for role, learnt in share.roles.items()})
+        if self.job.is_main:
+            with durable.naming(part):
+                durable.write(part / TRAINER, share.trainer_state)
+                Manifest(share.step, self.job.world, _merged(meshes), sizes(part)).write(part)
+                durable.publish(target)
+                self._set_later_ones_aside(share.step)
+                self._remove_old_ones()
+
+    def _start(self, target: Path) -> None:
+        if self.job.is_main:
+            with durable.naming(target):
+                (durable.start(target) / "ranks").mkdir()
+
+    def _write_share(self, share: Share, part: Path, signs: Signs, groups: Mapping[str, dist.ProcessGroup]) -> None:
         if not part.is_dir():
             raise UserError(_not_shared(self.folder, [self.job.rank]))
-        return part
-
-    def _save_role(self, engine: TrainEngine, folder: Path) -> None:
-        save_engine(engine, folder, self.job.board)
-        if dist.get_rank(engine.groups.everyone) == 0:
-            copy_companions(engine.spec.folder, folder / COMPANIONS, self.tokenizer_folder)
-
-    def _meshes(self, engines: Mapping[str, TrainEngine]) -> dict[str, Any]:
-        """Every role's mesh, on every rank: a synchronisation of the job."""
-        said = self.job.everywhere({role: engine.groups.mesh.mesh.tolist() for role, engine in engines.items()})
-        return {role: mesh for meshes in said for role, mesh in meshes.items()}
+        problems: list[str] = []
+        for role, learnt in sorted(share.roles.items()):
+            try:
+                save_tensors(learnt.tensors, part / role, groups[role], signs, learnt.here)
+            except UserError as error:  # its peers go on to the next role, so this rank does
+                problems += error.problems
+        with durable.naming(part):
+            for role, learnt in share.roles.items():
+                if dist.get_rank(groups[role]) == 0:
+                    copy_companions(learnt.model_folder, part / role / COMPANIONS, self.tokenizer_folder)
+                    if learnt.adapters is not None:
+                        write_config(learnt.adapters, part / role / COMPANIONS)
+            _write_rank_state(part, self.job.rank, share.rank_state)
+        if problems:
+            raise UserError(*problems)
 
     def _set_later_ones_aside(self, step: int) -> None:
         """Resuming must go on with this run, not with an attempt that it left behind."""
@@ -179,8 +225,13 @@ class Checkpoints:
         same = self._meshes(engines) == found.manifest.meshes and self.job.world == found.manifest.world
         return found.trainer_state, _read_rank_state(found.folder, self.job.rank) if same else None
 
+    def _meshes(self, engines: Mapping[str, TrainEngine]) -> dict[str, Any]:
+        """Every role's mesh, on every rank: a synchronisation of the job."""
+        return _merged(self.job.everywhere({role: e.groups.mesh.mesh.tolist() for role, e in engines.items()}))
+
     def _load_role(self, found: Found, role: str, engines: Mapping[str, TrainEngine]) -> None:
         if role in engines:
+            check_scale(engines[role], role, found.folder / role / COMPANIONS)
             load_engine(engines[role], found.folder / role, self.job.board)
 
     def _newest(self) -> Found | None:
@@ -190,6 +241,11 @@ class Checkpoints:
             except BrokenCheckpointError as error:
                 logger.warning("skipped a broken checkpoint: %s", error)
         return None
+
+
+def _merged(meshes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the ranks say of the roles that they serve, together."""
+    return {role: mesh for said in meshes for role, mesh in said.items()}
 
 
 def _is_whole(folder: Path) -> bool:

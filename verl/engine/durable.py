@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from verl.errors import UserError
 
 
 def part_of(target: Path) -> Path:
@@ -73,3 +77,23 @@ def _out_of_sight(folder: Path) -> Path:
     if old.exists():
         shutil.rmtree(old)
     return folder.rename(old)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Around the writing of a run's files: when the system refuses, a UserError with the file and the remedy.
+
+    `path`: named where the system does not say which file it was.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        refused = error if isinstance(error, OSError) else error.__context__  # torch.save hides what its file raised
+        if not isinstance(refused, OSError):
+            raise
+        file = Path(refused.filename or path).absolute()
+        raise UserError(
+            f"trainer.run_dir: {file} cannot be written: {refused.strerror or refused}. Make room there and let this "
+            "user write, keep fewer checkpoints (trainer.keep_checkpoints), or move the run's folder to another disk; "
+            "started again, the run goes on from the newest whole checkpoint in it."
+        ) from error

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.engine.adapter_files import MergedModel, SavedAdapters, SavedModel
 from verl.engine.checkpoint import COMPANIONS
 from verl.engine.hf_folder import MAX_FILE_BYTES, HFFolder, plan_files
 from verl.engine.manifest import BrokenCheckpointError, find
-from verl.engine.shards import MODEL, Reader
 from verl.engine.train_engine import TrainEngine
 from verl.errors import UserError
 from verl.flow.board import Board
-from verl.model.load import hf_parameters, whole_tensor
+from verl.model.load import base_parameters, whole_tensor
+from verl.model.lora import Adapter, adapters
 from verl.model.pieces import pieces
 
 
@@ -68,37 +69,60 @@ def export_checkpoint(
     dtype: torch.dtype = torch.bfloat16,
     max_file_bytes: int = MAX_FILE_BYTES,
     replace: bool = False,
+    base: Path | None = None,
 ) -> None:
     """The same from run_dir/checkpoints/step_N, in one process without a job. Memory: one weight file.
 
-    Raises UserError when the checkpoint is broken or lacks the role, or when `out` exists and is not to be replaced.
+    `base`: of a checkpoint of adapters, the model that they were trained on; None: where it was then. Raises UserError
+    when the checkpoint is broken or lacks the role, or when `out` exists and is not to be replaced.
     """
+    role_folder = _find_role(checkpoint, role)
+    saved: SavedModel | MergedModel
+    if (adapters := SavedAdapters.find(role_folder, role_folder / COMPANIONS)) is not None:
+        saved = MergedModel(adapters, base)
+    else:
+        saved = SavedModel(role_folder)
+    shapes = _in_order(saved.shapes)
+    files = plan_files({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, max_file_bytes)
+    folder = HFFolder(out, role_folder / COMPANIONS, None, _names(files, shapes), dtype, replace)
+    for file, names in files.items():
+        held: dict[str, Tensor] = {}
+        for name in names:
+            held |= _as_in_files(name, saved.whole(name).to(dtype))
+        folder.write(file, held)
+    folder.publish()
+
+
+def export_adapters(
+    checkpoint: Path, role: str, out: Path, dtype: torch.dtype = torch.float32, replace: bool = False
+) -> None:
+    """Of such a checkpoint the adapters alone, as a folder for `PeftModel.from_pretrained`. Raises UserError as above,
+    and when there are none in it.
+    """
+    role_folder = _find_role(checkpoint, role)
+    adapters = SavedAdapters.find(role_folder, role_folder / COMPANIONS)
+    if adapters is None:
+        raise UserError(f"{checkpoint}: the {role} was trained without adapters (lora.rank=0). Leave --adapter out.")
+    adapters.write(out, dtype, replace)
+
+
+def _find_role(checkpoint: Path, role: str) -> Path:
+    """Its folder in the checkpoint."""
     try:
         found = find(checkpoint)
     except BrokenCheckpointError as error:
         raise UserError(f"{error}. Name a folder like run_dir/checkpoints/step_100.") from error
     if role not in found.manifest.meshes:
         raise UserError(f"{checkpoint} holds {', '.join(found.manifest.meshes)}, no '{role}'.")
-    reader = Reader(checkpoint / role)
-    entries = reader.tensors()
-    named = {name.removeprefix(MODEL): entry.size for name, entry in entries.items() if name.startswith(MODEL)}
-    shapes = _in_order(named)
-    files = plan_files({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}, max_file_bytes)
-    folder = HFFolder(out, checkpoint / role / COMPANIONS, None, _names(files, shapes), dtype, replace)
-    for file, names in files.items():
-        held: dict[str, Tensor] = {}
-        for name in names:
-            held |= _as_in_files(name, reader.whole(MODEL + name).to(dtype))
-        folder.write(file, held)
-    folder.publish()
+    return checkpoint / role
 
 
 class _Gathering:
     """Whole tensors for the role's first rank, from the ranks of whichever pipeline stage has them. Collective."""
 
     def __init__(self, engine: TrainEngine, dtype: torch.dtype) -> None:
-        self._group, self._dtype = engine.groups.everyone, dtype
-        self._here = dict(hf_parameters(engine.model))
+        self._group, self._dtype, self._device = engine.groups.everyone, dtype, engine.device
+        self._here, self._adapters = dict(base_parameters(engine.model)), adapters(engine.model)
         said: list[Any] = [None] * self._group.size()
         dist.all_gather_object(said, {name: p.shape for name, p in self._here.items()}, group=self._group)
         self.shapes = _in_order({name: shape for shapes in said for name, shape in shapes.items()})
@@ -112,7 +136,7 @@ class _Gathering:
         rank, speaker = dist.get_rank(self._group), self._speaker[name]
         gathered = None
         if speaker == self._speaks_for_us:
-            gathered = _gather(self._here[name], self._dtype).cpu()
+            gathered = self._gather(name).cpu()
         if speaker == 0:
             return gathered if rank == 0 else None
         if rank == speaker:
@@ -123,6 +147,14 @@ class _Gathering:
             dist.recv(received, group=self._group, group_src=speaker)
             return received
         return None
+
+    def _gather(self, name: str) -> Tensor:
+        """Exchanged on the engine's device, wherever its shards are."""
+        weight, adapter = self._here[name].detach(), self._adapters.get(name)
+        if adapter is None:
+            return whole_tensor(weight.to(self._dtype).to(self._device))  # cast first: half the bytes to move
+        whole, down, up = (whole_tensor(part.detach().to(self._device)) for part in (weight, adapter.down, adapter.up))
+        return Adapter(down, up, adapter.scale).merged(whole).to(self._dtype)
 
 
 def _in_order(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
@@ -145,8 +177,3 @@ def _as_in_files(name: str, whole: Tensor) -> dict[str, Tensor]:
     parts = {piece.name: whole[piece.index] for piece in pieces(name, whole.shape)}
     # tensors of a file must not share their memory
     return {name: whole} if len(parts) == 1 else {part: tensor.clone() for part, tensor in parts.items()}
-
-
-def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast first: half the bytes to move."""
-    return whole_tensor(parameter.detach().to(dtype))

@@ -50,6 +50,12 @@ def plan_files(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]
     return {f"model-{i:05}-of-{len(bins):05}.safetensors": names for i, names in enumerate(bins, start=1)}
 
 
+def check_free(out: Path, replace: bool) -> None:
+    """Raises UserError when `out` exists and is not to be replaced."""
+    if out.exists() and not replace:
+        raise UserError(f"{out.absolute()} exists already. Name another folder, or remove that one first.")
+
+
 class HFFolder:
     """A folder on its way: write all of its weight files, then publish it."""
 
@@ -66,8 +72,7 @@ class HFFolder:
 
         Raises UserError when `out` exists and is not to be replaced.
         """
-        if out.exists() and not replace:
-            raise UserError(f"{out.absolute()} exists already. Name another folder, or remove that one first.")
+        check_free(out, replace)
         names = {name for names in files.values() for name in names}
         config = written_config(json.loads((source / "config.json").read_bytes()), _HEAD in names, dtype)
         self._out, self._files, self._bytes = out, files, 0

@@ -29,7 +29,7 @@ class Manifest:
     world: int
     """Ranks of the job that wrote it."""
     meshes: dict[str, Any]
-    """For each role its ranks as nested lists [pp][dp][tp]."""
+    """For each role its ranks as nested lists [pp][dp][tp], or [pp][copy][dp of a copy][tp]."""
     files: dict[str, int]
     """Every other file's size in bytes, by its path in the folder."""
     format: int = FORMAT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from verl.config import OptimConfig, Schedule
+from verl.engine.offload import MOMENT_BYTES_AT_ONCE, MOMENTS, host_like, in_parts, step_in_parts
 from verl.model.load import hf_parameters, local_tensor
 
 
@@ -53,15 +55,24 @@ class Optimizer:
         total_steps: int,
         everyone: dist.ProcessGroup,
         copied: Copied | None = None,
+        offload: bool = False,
+        moment_bytes_at_once: int = MOMENT_BYTES_AT_ONCE,
     ) -> None:
-        """`everyone`: a gloo group."""
+        """`everyone`: a gloo group. `offload`: AdamW's moments are in host memory but for the step, when so many bytes
+        of them are on the device at a time.
+        """
         self.config, self.total_steps, self._everyone, self._copied = config, total_steps, everyone, copied
-        self.steps_done = 0
+        self.steps_done, self._offload = 0, offload
         self.parameters = [p for _, p in hf_parameters(model) if p.requires_grad]
+        groups = _decay_groups(self.parameters, config)
+        if offload:
+            groups = in_parts(groups, moment_bytes_at_once)
         # fused: one pass over memory instead of one for each operation
-        self.adamw = torch.optim.AdamW(
-            _decay_groups(self.parameters, config), lr=config.lr, betas=_betas(config), eps=config.eps, fused=True
-        )
+        groups = groups or [{"params": []}]  # a pipeline stage may have no adapter
+        self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=_betas(config), eps=config.eps, fused=True)
+        if offload:  # there from the start, so that a run that has too little host memory ends here
+            for parameter in self.parameters:
+                self.state_of(parameter)
 
     def step(self) -> tuple[float, float]:
         """(global gradient norm before clipping, learning rate). A norm that is not finite skips the update."""
@@ -72,17 +83,30 @@ class Optimizer:
         if math.isfinite(norm):
             for group in self.adamw.param_groups:
                 group["lr"] = rate
-            self.adamw.step()
+            if self._offload:
+                step_in_parts(self.adamw)
+            else:
+                self.adamw.step()
         self.steps_done += 1
         self.adamw.zero_grad(set_to_none=True)
         return norm, rate
+
+    @torch.no_grad()
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """AdamW's state of a parameter: before the first step what AdamW itself begins with."""
+        state = self.adamw.state[parameter]
+        if not state:
+            make = host_like if self._offload else torch.zeros_like
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {name: make(parameter) for name in MOMENTS}
+        return state
 
     def _clip(self) -> float:
         trained = [p for p in self.parameters if p.grad is not None]
         total = torch.tensor(self._square_here(trained), dtype=torch.float64)
         dist.all_reduce(total, group=self._everyone)
         norm = math.sqrt(total)
-        if 0 < self.config.clip_grad < norm:
+        if trained and 0 < self.config.clip_grad < norm:
             torch._foreach_mul_(_local_gradients(trained), self.config.clip_grad / norm)
         return norm
 
@@ -117,7 +141,7 @@ def _betas(config: OptimConfig) -> tuple[float, float]:
     return first, second
 
 
-def _decay_groups(parameters: list[nn.Parameter], config: OptimConfig) -> list[dict[str, object]]:
+def _decay_groups(parameters: list[nn.Parameter], config: OptimConfig) -> list[dict[str, Any]]:
     """Biases and norm weights are vectors; they are not decayed."""
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},

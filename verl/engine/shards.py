@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
 from torch.futures import Future
 
+from verl.engine import durable
 from verl.engine.train_engine import TrainEngine
 from verl.errors import UserError
 from verl.flow.board import Board
+from verl.flow.signs import Signs
 from verl.model.load import hf_parameters
 
 MODEL = "model."
@@ -34,27 +39,40 @@ _OPTIMIZER = "optimizer."
 _STEPS_DONE = "steps_done"
 
 
-def save_engine(engine: TrainEngine, folder: Path, board: Board) -> None:
-    """Parameters, AdamW's state and the optimizer's step count, as a folder of torch.distributed.checkpoint.
+def save_tensors(
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    group: dist.ProcessGroup,
+    signs: Signs,
+    here: Mapping[str, Tensor] | None = None,
+) -> None:
+    """`engine_tensors` as a folder of torch.distributed.checkpoint. Collective over the engine's ranks, on `group`.
 
-    Collective over the engine's ranks. There are tensors alone in it: rates, betas and the like come from the config,
-    so a resumed run may change them.
+    `here`: this rank's part of each, on the CPU, where the tensors themselves may have changed. Raises UserError when
+    this rank's disk refuses, for this rank to tell: the others leave in silence, and the folder is not whole.
     """
-    with _Turns(board, engine.groups.everyone, f"its shards of {folder.name}") as turns:
-        dcp.save(
-            dict(_tensors(engine)),
-            storage_writer=_Writer(folder, turns),
-            planner=_SavePlanner(board.beat),
-            process_group=engine.groups.everyone,
-        )
+    with _Turns(signs, group, f"its shards of {folder.name}") as turns:
+        try:
+            dcp.save(
+                dict(tensors),
+                storage_writer=_Writer(folder, turns),
+                planner=_SavePlanner(signs.beat, here),
+                process_group=group,
+            )
+        except dcp.api.CheckpointException as error:
+            failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+            if not all(isinstance(failure, UserError) for failure in failures.values()):
+                raise
+            if (own := failures.get(dist.get_rank(group))) is not None:
+                raise own from None
 
 
 def load_engine(engine: TrainEngine, folder: Path, board: Board) -> None:
-    """Fills the engine from what `save_engine` wrote on any mesh. Collective over the engine's ranks.
+    """Fills the engine from what `save_tensors` wrote on any mesh. Collective over the engine's ranks.
 
     Raises UserError, alike on all of them, when the folder is of another model.
     """
-    tensors = _tensors(engine)
+    tensors = engine_tensors(engine)
     reader = Reader(folder)
     peers = [rank for rank in dist.get_process_group_ranks(engine.groups.everyone) if rank != board.rank]
     with board.waiting(peers, f"its part of {folder.name}"):
@@ -69,20 +87,19 @@ def load_engine(engine: TrainEngine, folder: Path, board: Board) -> None:
 
 
 @torch.no_grad()
-def _tensors(engine: TrainEngine) -> dict[str, Tensor]:
-    """All that is learnt, by name. But for the step count these are the engine's own tensors, which loading fills."""
-    named = list(hf_parameters(engine.model))
+def engine_tensors(engine: TrainEngine) -> dict[str, Tensor]:
+    """Parameters, AdamW's state and the optimizer's step count, by name: the engine's own tensors but for the last.
+
+    There are tensors alone in it: rates, betas and the like come from the config, so a resumed run may change them.
+    """
+    adapters_alone = engine.spec.lora is not None
+    named = [(name, p) for name, p in hf_parameters(engine.model) if p.requires_grad or not adapters_alone]
     tensors = {MODEL + name: parameter.detach() for name, parameter in named}
     if engine.optimizer is None:
         return tensors
     for name, parameter in named:
         if parameter.requires_grad:
-            state = engine.optimizer.adamw.state[parameter]
-            if not state:
-                # what AdamW itself begins with, at its first step
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state = engine.optimizer.state_of(parameter)
             tensors |= {f"{_OPTIMIZER}{name}.{key}": value for key, value in state.items()}
     tensors[_STEPS_DONE] = torch.tensor(engine.optimizer.steps_done)
     return tensors
@@ -109,8 +126,8 @@ def _check_fits(engine: TrainEngine, shapes: dict[str, tuple[int, ...]], reader:
     if problems:
         raise UserError(
             f"the checkpoint {reader.path} is not of the model {model}: {problems[0]} ({len(problems)} differences). "
-            "A run goes on with the model that it began with: set the role's path to that one, or start anew with "
-            "another trainer.experiment_name."
+            "A run goes on with the model and the adapters that it began with: set the role's path and lora to those, "
+            "or start anew with another trainer.experiment_name."
         )
 
 
@@ -121,9 +138,9 @@ class _Turns:
     hangs would be waited for by peers that it waits for, and the watchdog would name nobody.
     """
 
-    def __init__(self, board: Board, group: dist.ProcessGroup, what: str) -> None:
-        self._board, self._what, self._wait = board, what, ExitStack()
-        self._peers = [rank for rank in dist.get_process_group_ranks(group) if rank != board.rank]
+    def __init__(self, signs: Signs, group: dist.ProcessGroup, what: str) -> None:
+        self._signs, self._what, self._wait = signs, what, ExitStack()
+        self._peers = [rank for rank in dist.get_process_group_ranks(group) if rank != signs.rank]
 
     def __enter__(self) -> _Turns:
         self._begin_wait()
@@ -139,7 +156,20 @@ class _Turns:
         return done
 
     def _begin_wait(self) -> None:
-        self._wait.enter_context(self._board.waiting(self._peers, self._what))
+        self._wait.enter_context(self._signs.waiting(self._peers, self._what))
+
+
+class _Files(FileSystem):
+    """Says which file could not be written, and what to do."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with durable.naming(Path(path)), super().create_stream(path, mode) as stream:
+            yield stream
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        with durable.naming(Path(path)):
+            super().mkdir(path)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -147,6 +177,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path, turns: _Turns) -> None:
         super().__init__(folder)
+        self.fs = _Files()
         self._turns = turns
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[Any]:
@@ -226,9 +257,12 @@ def _member(kind: Any, name: str) -> Any:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    def __init__(self, beat: Callable[[], None]) -> None:
+    def __init__(self, beat: Callable[[], None], here: Mapping[str, Tensor] | None) -> None:
         super().__init__()
-        self._beat = beat
+        self._beat, self._here = beat, here
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index) if self._here is None else self._here[index.fqn]
 
     def resolve_data(self, write_item: Any) -> Tensor | io.BytesIO:
         self._beat()

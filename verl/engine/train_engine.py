@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
-from verl.config import OptimConfig
+from verl.config import LoraConfig, OptimConfig
 from verl.engine.host_memory import keep_freed_memory
+from verl.engine.offload import HostActivations
 from verl.engine.optimizer import Copied, Optimizer
 from verl.flow.placement import Groups
+from verl.flow.signs import Signs
 from verl.model.heads import Head, HeadedModel, TokenOutputs
 from verl.model.load import attention, load_shards, materialise, meta_model, read_config
+from verl.model.lora import adapters_off, add_adapters
+from verl.model.merge import MergedShards
 from verl.model.packing import MicroBatch, Sequences, dummy_micro_batch, pack, plan_micro_batches
 from verl.parallel.idle import Idle
 from verl.parallel.parallelize import ParallelPlan, parallelize
@@ -35,7 +39,7 @@ class EngineSpec:
     folder: Path
     head: Head
     trained: bool
-    """Trained models keep float32 parameters and compute in `dtype`; frozen ones are stored in it."""
+    """Trained parameters are kept in float32 and computed with in `dtype`; frozen ones are stored in it."""
     dtype: torch.dtype
     seed: int
     max_tokens_per_micro_batch: int
@@ -47,15 +51,22 @@ class EngineSpec:
     whose micro-batches would each gather the parameters again."""
     activation_checkpointing: bool = False
     offload_activations: bool = False
+    offload_parameters: bool = False
+    """Parameters are in host memory, and so gradients and the optimizer are."""
+    offload_optimizer: bool = False
+    """The optimizer's state is in host memory between steps."""
     virtual_stages: int = 1
     """Parts of the model that a pipeline stage takes turns with."""
+    lora: LoraConfig | None = None
+    """Train adapters, in float32; the model is frozen, and stored in `dtype`. Their rank is above 0."""
 
 
 class TrainEngine:
     """A model split over a role's ranks. All of its methods are collective over them."""
 
-    def __init__(self, spec: EngineSpec, groups: Groups, device: torch.device, beat: Callable[[], None]) -> None:
-        self.spec, self.groups, self.device, self._beat = spec, groups, device, beat
+    def __init__(self, spec: EngineSpec, groups: Groups, device: torch.device, signs: Signs) -> None:
+        """`signs`: those of the thread that calls its methods."""
+        self.spec, self.groups, self.device, self._signs = spec, groups, device, signs
         if device.type == "cpu":
             keep_freed_memory()
         config = read_config(spec.folder, spec.trust_remote_code)
@@ -66,12 +77,14 @@ class TrainEngine:
         self.parts = self._make_parts(config, kernel)
         """What this rank has of the model, in the model's order: all of it, or a pipeline stage's part or parts."""
         for part in self.parts:
-            parallelize(part, groups.mesh, self._plan())
-            materialise(part, device)
-            load_shards(part, spec.folder, spec.seed, beat)
+            parallelize(part, groups.mesh, self._plan(), groups.context)
+            materialise(part, device, spec.offload_parameters)
+            load_shards(part, spec.folder, spec.seed, signs.beat)
         self.model = nn.ModuleList(self.parts)
         self.model.train(spec.trained)
-        self.model.requires_grad_(spec.trained)
+        if spec.lora is None:
+            self.model.requires_grad_(spec.trained)
+        self._host_activations = HostActivations(self.model) if spec.offload_activations else None
         self._passes = self._make_passes()
         self.optimizer: Optimizer | None = None
         self.idle: Idle | None = None
@@ -80,7 +93,9 @@ class TrainEngine:
     def add_optimizer(self, config: OptimConfig, total_steps: int) -> None:
         """`total_steps`: optimizer steps of the whole run, for the schedule."""
         assert self.spec.trained
-        self.optimizer = Optimizer(self.model, config, total_steps, self.groups.everyone, self._copied())
+        # the state of parameters that are in host memory is there anyway
+        offload = self.spec.offload_optimizer and not self.spec.offload_parameters
+        self.optimizer = Optimizer(self.model, config, total_steps, self.groups.everyone, self._copied(), offload)
 
     def forward(self, sequences: Sequences, temperature: float = 1.0) -> TokenOutputs | None:
         """The head's outputs for all of a rank's sequences, flat and in their order, on the CPU.
@@ -100,6 +115,14 @@ class TrainEngine:
         self._free()
         return TokenOutputs(values, entropy) if self.parts[-1].ends_with_head else None
 
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Around `forward`: the outputs of the model that was loaded, where adapters are all that is trained."""
+        return adapters_off(self.model)
+
+    def shards(self) -> MergedShards:
+        """This rank's part of the weights, with the adapters in them. Collective."""
+        return MergedShards(self.model, self.device)
+
     def train_step(
         self, sequences: Sequences, rows: Sequence[int], loss: Loss, temperature: float = 1.0
     ) -> tuple[float, float]:
@@ -112,16 +135,20 @@ class TrainEngine:
         batches = self._micro_batches(sequences, rows)
         self.idle = self._passes.train(batches, temperature, lambda outputs, batch: loss(outputs, batch.tokens))
         result = self.optimizer.step()
-        self._beat()
+        self._signs.beat()
         return result
 
     def _make_parts(self, config: PretrainedConfig, kernel: str) -> list[HeadedModel]:
         """On the meta device, cut down to this rank's stage."""
-        spec, stored = self.spec, torch.float32 if self.spec.trained else self.spec.dtype
+        spec = self.spec
+        stored = torch.float32 if spec.trained and spec.lora is None else spec.dtype
 
         def whole() -> HeadedModel:
             chunk_tokens = spec.logprob_chunk_tokens
-            return meta_model(config, spec.head, stored, kernel, chunk_tokens, spec.trust_remote_code)
+            model = meta_model(config, spec.head, stored, kernel, chunk_tokens, spec.trust_remote_code)
+            if spec.lora is not None:
+                add_adapters(model, spec.lora)
+            return model
 
         if self._num_stages == 1:
             return [whole()]
@@ -135,30 +162,35 @@ class TrainEngine:
         """An embedding that is the language-model head, too: the first and the last stage each have it."""
         if self.groups.ends is None or not self.parts[-1].hf.config.get_text_config().tie_word_embeddings:
             return None
-        if self.spec.head is not Head.lm:
+        if self.spec.head is not Head.lm or self.spec.lora is not None:
             return None
         last = self.parts[-1].ends_with_head
         shared = self.parts[-1].output_embeddings if last else self.parts[0].hf.get_input_embeddings()
         return Copied(shared.get_parameter("weight"), self.groups.ends)
 
     def _make_passes(self) -> Passes:
-        around = Around(self.device, self._beat, self._activations, self._before_backward)
+        around = Around(self.device, self._signs, self._activations, self._before_backward)
         if self._num_stages == 1:
             return Straight(self.parts[0], around)
-        return Pipelined(self.parts, self.groups.mesh.get_group("pp"), self.spec.dtype, around)
+        mesh = self.groups.mesh
+        stage = mesh.mesh[mesh.get_local_rank("pp")].flatten().tolist()
+        stage_peers = [rank for rank in stage if rank != self._signs.rank]
+        return Pipelined(self.parts, mesh.get_group("pp"), self.spec.dtype, around, stage_peers)
 
     def _micro_batches(self, sequences: Sequences, rows: Sequence[int]) -> list[MicroBatch]:
         """As many on every rank: the most that any rank needs, since each one is a collective."""
         rows = [r for r in rows if sequences.count[r]]
-        tp = self.groups.mesh["tp"].size()  # ranks that share the time of a row out
-        plan = plan_micro_batches(sequences.lengths, rows, self.spec.max_tokens_per_micro_batch, self._row_capacity, tp)
+        shares = self.parts[0].time_shares
+        plan = plan_micro_batches(
+            sequences.lengths, rows, self.spec.max_tokens_per_micro_batch, self._row_capacity, shares
+        )
         most = torch.tensor([max(1, len(plan))])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.everyone)
         # interleaved stages go through a model's parts with as many micro-batches at a time as there are stages
         turn = self._num_stages if len(self.parts) > 1 else 1
         count = -(-int(most) // turn) * turn
-        batches = [pack(sequences, rows_of_batch, tp) for rows_of_batch in plan]
-        return batches + [dummy_micro_batch(tp)] * (count - len(plan))
+        batches = [pack(sequences, rows_of_batch, shares) for rows_of_batch in plan]
+        return batches + [dummy_micro_batch(shares)] * (count - len(plan))
 
     def _before_backward(self, part: HeadedModel, last: bool) -> None:
         """Reduce gradients in the last micro-batch's backward only; parameters stay gathered until then if they may."""
@@ -174,9 +206,7 @@ class TrainEngine:
                 module.reshard()
 
     def _activations(self) -> AbstractContextManager[object]:
-        if self.spec.offload_activations and self.device.type == "cuda":
-            return torch.autograd.graph.save_on_cpu(pin_memory=True)
-        return nullcontext()
+        return nullcontext() if self._host_activations is None else self._host_activations.kept()
 
     def _plan(self) -> ParallelPlan:
         reshard = self.spec.reshard_after_forward
@@ -185,4 +215,5 @@ class TrainEngine:
             compute_dtype=self.spec.dtype,
             reshard_after_forward=by_default if reshard is None else reshard,
             activation_checkpointing=self.spec.activation_checkpointing,
+            offload_parameters=self.spec.offload_parameters,
         )

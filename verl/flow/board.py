@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import NoReturn
@@ -19,10 +17,14 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from verl.flow.signs import NO_SIGN, Entry, Signs
+
 logger = logging.getLogger(__name__)
 
 WRITE_SECONDS = 0.5
 """How old a line on the board may be."""
+FOLLOW_SECONDS = 0.05
+"""How often the main thread looks at a thread that it waits for."""
 LOOKS = 60
 """How often a watchdog looks at the ranks that it waits for while the limit passes."""
 EXIT_SECONDS = 10.0
@@ -37,32 +39,7 @@ class StalledError(RuntimeError):
     """A rank stood still for longer than trainer.stage_timeout."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One rank's line on the board."""
-
-    pulse: int
-    """Counts the watchdog's writes: a process that is stopped or gone makes none, whatever it was doing."""
-    beat: int
-    """Counts the main thread's signs of life."""
-    time: float
-    """When it entered the stage, or gave the last sign of life in it (seconds since the epoch, its own clock)."""
-    stage: str
-    waits_for: tuple[int, ...] = ()
-
-    def dump(self) -> str:
-        return json.dumps([self.pulse, self.beat, self.time, self.stage, self.waits_for])
-
-    @classmethod
-    def load(cls, raw: bytes) -> Entry:
-        pulse, beat, at, stage, waits_for = json.loads(raw)
-        return cls(pulse, beat, at, stage, tuple(waits_for))
-
-
-NO_SIGN = Entry(-1, -1, 0.0, "no sign yet")
-
-
-class Board:
+class Board(Signs):
     """This rank's line, and the reading of the others'.
 
     The main thread says where it is. A daemon thread with a store connection of its own writes that down and watches,
@@ -81,11 +58,11 @@ class Board:
 
         `nodes`: the node of each rank, for messages of a job of several nodes.
         """
-        self.rank, self.world, self.timeout = rank, world, timeout
+        super().__init__(rank)
+        self.world, self.timeout = world, timeout
         self.on_stall: list[Callable[[], None]] = []
         """Called before the process ends itself: stop the children."""
         self._nodes = nodes
-        self._entry = Entry(0, 0, time.time(), "start")
         self._seen: dict[tuple[int, str], tuple[int, float]] = {}
         self._known: dict[int, Entry] = {}
         self._rounds = 0
@@ -94,34 +71,20 @@ class Board:
             threading.Thread(target=self._watch, args=(connect(),), name="verl-watchdog", daemon=True).start()
             threading.Thread(target=self._guard, name="verl-watchdog-guard", daemon=True).start()
 
-    def at(self, stage: str) -> None:
-        """The main thread enters a stage."""
-        self._moved(stage, ())
+    def follow(self, aside: Signs, ended: Callable[[float], bool]) -> None:
+        """The main thread waits for another one of this process, and says what that one says of itself.
 
-    def beat(self) -> None:
-        """A sign of life inside a stage: a finished sample, a micro-batch."""
-        self._moved(self._entry.stage, self._entry.waits_for)
-
-    @contextmanager
-    def waiting(self, ranks: Sequence[int], what: str) -> Iterator[None]:
-        """Around a wait for other ranks: it may last as long as they show signs of life. `ranks` may be empty.
-
-        Every rank without which the wait does not end belongs to it, the receivers of a send too: a rank that waits
-        for nobody is itself to blame when it stands still.
+        `ended`: waits so many seconds at most, and says whether the other one has ended.
         """
-        if not ranks:
-            yield
-            return
-        before = self._entry
-        self._moved(f"{before.stage}: waits for {what} from rank {_list(ranks)}", tuple(ranks))
-        yield
+        before, said = self.entry, None
+        while not ended(FOLLOW_SECONDS):
+            if aside.entry is not said:
+                said = aside.entry
+                self._moved(f"{self._stage}: {said.stage}", said.waits_for)
         self._moved(before.stage, before.waits_for)
 
     def close(self) -> None:
         self._stop.set()
-
-    def _moved(self, stage: str, waits_for: tuple[int, ...]) -> None:
-        self._entry = Entry(0, self._entry.beat + 1, time.time(), stage, waits_for)
 
     # -- the watchdog's thread -------------------------------------------------------------------------------------
 
@@ -131,7 +94,7 @@ class Board:
         while not self._stop.wait(WRITE_SECONDS if pulse else 0.0):
             pulse += 1
             try:
-                store.set(_key(self.rank), replace(self._entry, pulse=pulse).dump())
+                store.set(_key(self.rank), replace(self.entry, pulse=pulse).dump())
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + self.timeout / LOOKS
                     fault = self._fault(store)
@@ -173,11 +136,17 @@ class Board:
         still = [r for r, entry in reached.items() if self._still(r, "beat", entry.beat)]
         culprits = stopped + [r for r in still if not reached[r].waits_for]
         if culprits:
-            waits = "" if culprits[0] == self.rank else f"{self._name(self.rank)} waits, and "
-            return f"{waits}{self._name(culprits[0])} has shown no sign of life"
+            return self._blame(culprits[:1])
         if len(still) == len(reached):
-            return f"ranks {_list(sorted(reached))} wait for each other, and none of them has moved"
+            return self._blame(_behind({rank: reached[rank] for rank in _knot(reached)}))
         return None
+
+    def _blame(self, ranks: Sequence[int]) -> str:
+        """Those who stand still without waiting for anybody else."""
+        waits = "" if self.rank in ranks else f"{self._name(self.rank)} waits, and "
+        if len(ranks) == 1:
+            return f"{waits}{self._name(ranks[0])} has shown no sign of life"
+        return f"{waits}ranks {_list(ranks)} wait for each other, and none of them has moved"
 
     def _still(self, rank: int, what: str, count: int) -> bool:
         """Whether a rank's count has stood still for the limit, as far as this rank has looked."""
@@ -190,7 +159,7 @@ class Board:
 
     def _read(self, rank: int, store: dist.Store) -> Entry:
         if rank == self.rank:
-            return self._entry
+            return self.entry
         self._known[rank] = Entry.load(store.get(_key(rank))) if store.check([_key(rank)]) else NO_SIGN
         return self._known[rank]
 
@@ -206,7 +175,7 @@ class Board:
         last = "" if store else ", as far as it was seen"
         lines = [f"{fault} for trainer.stage_timeout = {self.timeout:g} s. Where every rank is{last}:"]
         for rank in range(self.world):
-            known = self._entry if rank == self.rank else self._known.get(rank, NO_SIGN)
+            known = self.entry if rank == self.rank else self._known.get(rank, NO_SIGN)
             entry = self._read(rank, store) if store else known
             since = f" (for {now - entry.time:.0f} s)" if entry.time else ""
             lines.append(f"  {self._name(rank)}: {entry.stage}{since}")
@@ -238,6 +207,31 @@ def _leave(launcher_too: bool) -> NoReturn:
             sys.stderr.flush()
             os.kill(launcher, signal.SIGKILL)
     os._exit(1)
+
+
+def _knot(lines: Mapping[int, Entry]) -> list[int]:
+    """Of ranks that all wait for some of them: those that wait for each other alone, and whom the others wait for."""
+
+    def reach(rank: int) -> set[int]:
+        seen: set[int] = set()
+        ahead = [rank]
+        while ahead:
+            seen.add(last := ahead.pop())
+            ahead += set(lines[last].waits_for) - seen
+        return seen
+
+    return min((sorted(reach(rank)) for rank in lines), key=lambda ranks: (len(ranks), ranks))
+
+
+def _behind(knot: Mapping[int, Entry]) -> list[int]:
+    """Of ranks that wait for each other: those that the others have got past, if they do the same things in one order.
+
+    Whoever has ended a part needs nobody for it any more, so that what a rank in that part waits for is not there.
+    """
+    first = min(entry.turn for entry in knot.values())
+    if first == 0 or len({entry.stage.partition(":")[0] for entry in knot.values()}) > 1:
+        return list(knot)
+    return [rank for rank, entry in knot.items() if entry.turn == first]
 
 
 def _key(rank: int) -> str:

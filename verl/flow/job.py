@@ -6,15 +6,16 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from verl.errors import SharedError, UserError
 from verl.flow.board import Board
+from verl.flow.circle import Circle
 from verl.flow.exchange import Exchange
-from verl.flow.meeting import Meeting, node_name, store_factory
+from verl.flow.meeting import Meeting, store_factory
 from verl.flow.placement import make_world_group
 
 Result = TypeVar("Result")
@@ -38,24 +39,18 @@ class Job:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @cached_property
+    def circle(self) -> Circle:
+        """All ranks, for the start-up; inside a step there are hand_over and agree."""
+        return Circle(self.hand_over.group, self.board, "start-up")
+
     def everywhere(self, value: Any) -> list[Any]:
         """What each rank says, on every rank. For start-up; inside a step use hand_over and agree."""
-        said: list[Any] = [None] * self.world
-        with self.board.waiting([r for r in range(self.world) if r != self.rank], "start-up"):
-            dist.all_gather_object(said, value, group=self.hand_over.group)
-        return said
+        return self.circle.everywhere(value)
 
     def together(self, do: Callable[[], Result]) -> Result:
         """`do()` on every rank. What one rank's user got wrong ends all ranks alike, with one SharedError."""
-        problems: list[str] = []
-        result: Result | None = None
-        try:
-            result = do()
-        except UserError as error:
-            problems = list(error.problems)
-        if found := _by_problem(self.everywhere((node_name(os.environ), problems))):
-            raise SharedError(*found)
-        return cast(Result, result)
+        return self.circle.together(do)
 
     def close(self) -> None:
         """The normal end, on every rank: nobody leaves while another still waits for its messages."""
@@ -68,19 +63,6 @@ class Job:
         """Frees the process group for another run of this process. Nobody may wait for this rank any more."""
         self.board.close()
         dist.destroy_process_group()
-
-
-def _by_problem(said: Sequence[tuple[str, list[str]]]) -> list[str]:
-    """Each problem once, with the nodes that have it where others have not. `said`: each rank's node and problems."""
-    nodes = {node for node, _ in said}
-    found: dict[str, list[str]] = {}
-    for node, problems in said:
-        for problem in problems:
-            found.setdefault(problem, []).append(node)
-    return [
-        problem if set(having) == nodes else f"on {', '.join(dict.fromkeys(having))}: {problem}"
-        for problem, having in found.items()
-    ]
 
 
 def start_job(

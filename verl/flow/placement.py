@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "copies", "shards", "tp")
+"""Of a mesh that parameters are spread over: a data-parallel rank has shard number `shards` of a copy of the model."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,17 @@ class Coordinate:
     pp: int
     dp: int
     tp: int
+    cp: int = 0
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A role's ranks, in listed order: tensor-parallel peers are neighbours, then data-parallel ones, then stages.
+    """A role's ranks, in listed order: tensor-parallel peers are neighbours, then context-parallel ones, then
+    data-parallel ones, then stages.
 
-    Rank i of the list stands at (pp, dp, tp) = (i // (dp * tp), i // tp % dp, i % tp).
+    Rank i of the list stands at (i // (dp * cp * tp), i // (cp * tp) % dp, i // tp % cp, i % tp) of (pp, dp, cp, tp).
+    Parameters are spread over data- and context-parallel ranks alike: the first `fsdp_size` of them have one copy of
+    the model among them, the next ones another.
     """
 
     role: str
@@ -58,17 +63,34 @@ class Placement:
     pp: int = 1
     leaders_only: bool = False
     """Rows live on the first rank of each replica alone (a rollout engine is spoken to by its leader)."""
+    fsdp_size: int | None = None
+    """Ranks that one copy of the model is spread over. None: all that parameters are spread over."""
+    cp: int = 1
+    """Ranks that share out the time of the same rows."""
 
     def __post_init__(self) -> None:
-        assert len(self.ranks) % (self.tp * self.pp) == 0, self
+        assert len(self.ranks) % (self.tp * self.cp * self.pp) == 0, self
+        assert self.fsdp_size is None or self.spread % self.fsdp_size == 0, self
 
     @property
     def dp(self) -> int:
+        """Ranks that hold different rows."""
+        return self.spread // self.cp
+
+    @property
+    def spread(self) -> int:
+        """Ranks that parameters are spread over, in one copy or several."""
         return len(self.ranks) // (self.tp * self.pp)
 
+    @property
+    def copies(self) -> int:
+        """Of the model, on all ranks that parameters are spread over together."""
+        return 1 if self.fsdp_size is None else self.spread // self.fsdp_size
+
     def coordinate(self, rank: int) -> Coordinate:
-        i = self.ranks.index(rank)
-        return Coordinate(i // (self.dp * self.tp), i // self.tp % self.dp, i % self.tp)
+        rest, tp = divmod(self.ranks.index(rank), self.tp)
+        rest, cp = divmod(rest, self.cp)
+        return Coordinate(rest // self.dp, rest % self.dp, tp, cp)
 
     @property
     def inputs(self) -> Home:
@@ -81,11 +103,13 @@ class Placement:
         return self._home(range(self.pp - 1, self.pp))
 
     def _home(self, stages: range) -> Home:
-        def rank(pp: int, dp: int, tp: int) -> int:
-            return self.ranks[(pp * self.dp + dp) * self.tp + tp]
+        alike = self.cp * self.tp
 
-        tps = range(1 if self.leaders_only else self.tp)
-        return Home(self.role, tuple(tuple(rank(p, d, t) for p in stages for t in tps) for d in range(self.dp)))
+        def rank(pp: int, dp: int, place: int) -> int:
+            return self.ranks[(pp * self.dp + dp) * alike + place]
+
+        places = range(1 if self.leaders_only else alike)
+        return Home(self.role, tuple(tuple(rank(p, d, i) for p in stages for i in places) for d in range(self.dp)))
 
     @property
     def leaders(self) -> tuple[int, ...]:
@@ -102,14 +126,16 @@ class Groups:
     """A role's process groups, on a rank that serves it."""
 
     mesh: DeviceMesh
-    """(pp, dp, tp) in the role's own order of ranks."""
+    """`AXES` in the role's own order of ranks; `copies` is left out where there is one."""
     everyone: dist.ProcessGroup
     """All ranks of the role, gloo: objects, barriers, checkpoints."""
     rows: dist.ProcessGroup
-    """The ranks at this rank's (pp, tp) place, one of each data-parallel index, gloo: sums over the batch."""
+    """The ranks at this rank's (pp, cp, tp) place, one of each data-parallel index, gloo: sums over the batch."""
     ends: dist.ProcessGroup | None
-    """The first and the last of several stages at this rank's (dp, tp) place, if it is on one of them: for a weight
+    """The first and the last of several stages at this rank's (dp, cp, tp) place, if it is on one of them: for a weight
     that both have."""
+    context: dist.ProcessGroup | None = None
+    """The ranks at this rank's (pp, dp, tp) place that share out the time of its rows, if there are several."""
 
 
 def make_groups(placements: Sequence[Placement], rank: int, device_type: str, timeout: timedelta) -> dict[str, Groups]:
@@ -119,29 +145,33 @@ def make_groups(placements: Sequence[Placement], rank: int, device_type: str, ti
     """
     made: dict[str, Groups] = {}
     for place in placements:
-        ranks = torch.tensor(place.ranks).view(place.pp, place.dp, place.tp)
-        axes = [_axis_group(place.role, name, ranks, rank, timeout, None) for name in AXES]
+        ranks = torch.tensor(place.ranks).view(place.pp, place.copies, -1, place.tp)
+        names = AXES
+        if place.copies == 1:
+            ranks, names = ranks.squeeze(1), tuple(name for name in AXES if name != "copies")
+        axes = [_axis_group(f"{place.role}.{name}", ranks, i, rank, timeout, None) for i, name in enumerate(names)]
         everyone = _new_group(place.ranks, f"{place.role}.all", timeout, "gloo")
-        rows = _axis_group(place.role, "dp", ranks, rank, timeout, "gloo")
-        ends = _axis_group(place.role, "pp", ranks[[0, -1]], rank, timeout, None) if place.pp > 1 else None
+        by_row = ranks.view(place.pp, place.dp, place.cp, place.tp)
+        rows = _axis_group(f"{place.role}.dp", by_row, 1, rank, timeout, "gloo")
+        ends = _axis_group(f"{place.role}.pp", by_row[[0, -1]], 0, rank, timeout, None) if place.pp > 1 else None
+        context = _axis_group(f"{place.role}.cp", by_row, 2, rank, timeout, None) if place.cp > 1 else None
         if rank in place.ranks:
             # made of groups in the listed order: DeviceMesh(tensor) would sort their ranks, and a shard would then land
             # at another rank's coordinate
             mine = [group for group in axes if group is not None]
-            mesh = DeviceMesh.from_group(mine, device_type, mesh=ranks, mesh_dim_names=AXES)
+            mesh = DeviceMesh.from_group(mine, device_type, mesh=ranks, mesh_dim_names=names)
             assert rows is not None
-            made[place.role] = Groups(mesh, everyone, rows, ends)
+            made[place.role] = Groups(mesh, everyone, rows, ends, context)
     return made
 
 
 def _axis_group(
-    role: str, axis: str, ranks: Tensor, rank: int, timeout: timedelta, backend: str | None
+    name: str, ranks: Tensor, axis: int, rank: int, timeout: timedelta, backend: str | None
 ) -> dist.ProcessGroup | None:
-    """Makes the groups along one axis of `ranks` (pp, dp, tp); the one that `rank` is in."""
+    """Makes the groups along one axis of `ranks`; the one that `rank` is in."""
     mine = None
-    number = AXES.index(axis)
-    for members in ranks.movedim(number, -1).reshape(-1, ranks.shape[number]).tolist():
-        group = _new_group(members, f"{role}.{axis}", timeout, backend)
+    for members in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist():
+        group = _new_group(members, name, timeout, backend)
         mine = group if rank in members else mine
     return mine
 
@@ -154,3 +184,8 @@ def _new_group(ranks: Sequence[int], name: str, timeout: timedelta, backend: str
 def make_world_group(name: str, timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group of all ranks with a message order of its own."""
     return _new_group(range(dist.get_world_size()), name, timeout, "gloo")
+
+
+def make_role_group(place: Placement, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of a role's ranks with a message order of its own. All ranks of the job make it."""
+    return _new_group(place.ranks, f"{place.role}.{name}", timeout, "gloo")

@@ -7,8 +7,7 @@ their activations and gathered parameters took. Has never been run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -93,16 +92,15 @@ class Turns:
         """`engine`: on the replica's leader. `free`: gives cached device memory back. `barrier`: of the replica."""
         self._here, self._engine, self._free, self._barrier = here, engine, free, barrier
 
-    @contextmanager
-    def load(self) -> Iterator[None]:
-        """Around new weights. The engine stays awake: what comes next is generation."""
+    def to_load(self) -> None:
+        """Before new weights. The engine stays awake after them: what comes next is generation."""
         self._enter(Resident.weights)
-        yield
 
-    @contextmanager
-    def generate(self) -> Iterator[None]:
+    def to_generate(self) -> None:
         self._enter(Resident.weights, Resident.kv_cache)
-        yield
+
+    def back_to_train(self) -> None:
+        """After generation: the device is the trainers' again."""
         if self._here is not None:
             if self._engine is not None:
                 self._engine.sleep()

@@ -45,7 +45,7 @@ class Sample:
 
 
 class Backend(Protocol):
-    """One rollout replica."""
+    """One rollout replica, or a rank's part of one: then all of its ranks call all methods alike."""
 
     def begin_load(self) -> None:
         """New weights follow: until `commit` the engine has none that may be used."""

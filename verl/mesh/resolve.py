@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from verl.errors import MeshError
 from verl.mesh.devices import ALL
-from verl.mesh.roles import nearest, quotient
+from verl.mesh.roles import nearest, quotient, uneven_copies
 from verl.mesh.spec import ROLES, Device, MeshSpec, Parallelism, RoleSpec, RolloutSpec
 
 _RENDEZVOUS = "--rdzv_backend=c10d --rdzv_endpoint={host}:29400 --rdzv_id=verl"
@@ -230,7 +230,7 @@ def _uneven_all(spec: MeshSpec, count: int) -> list[str]:
     """What could not be checked of `all` before its devices were counted."""
     problems: list[str] = []
     for role, entry in spec.roles.items():
-        size = entry.tensor_parallel_size * entry.pipeline_parallel_size
+        size = entry.ranks_per_row
         here = f"{spec.place(f'{role}.devices')}: {role}.devices: {ALL} is {_plural(count, 'device')} here, and"
         if not entry.everywhere:
             continue
@@ -238,11 +238,8 @@ def _uneven_all(spec: MeshSpec, count: int) -> list[str]:
             problems.append(
                 f"{here} {quotient(entry, count)} is not whole; list a multiple of {size} devices, or change the sizes"
             )
-        elif role != "rollout" and not entry.parallelism.fsdp and count > size:
-            problems.append(
-                f"{here} parallelism.fsdp: false needs a data-parallel degree of 1, where {quotient(entry, count)} is "
-                f"{count // size}; set fsdp: true, or list fewer devices"
-            )
+        elif role != "rollout":
+            problems += [f"{here} parallelism.{key}: {what}" for key, what in uneven_copies(entry, count)]
     return problems
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl.mesh.devices import is_all, read_devices
@@ -13,7 +13,7 @@ from verl.mesh.spec import ROLES, HybridEngine, Parallelism, RoleSpec, RolloutSp
 DTYPES = ("bfloat16", "float16", "float32")
 BACKENDS = ("vllm", "torch", "auto")
 
-_TRAINING_KEYS = ("devices", "parallelism", "dtype")
+_TRAINING_KEYS = ("devices", "parallelism", "dtype", "hybrid_engine")
 _ROLLOUT_KEYS = (
     "devices",
     "backend",
@@ -24,34 +24,50 @@ _ROLLOUT_KEYS = (
     "engine_kwargs",
 )
 _ROLE_KEYS = {
-    "actor": (*_TRAINING_KEYS, "hybrid_engine"),
-    "critic": (*_TRAINING_KEYS, "hybrid_engine"),
+    "actor": _TRAINING_KEYS,
+    "critic": _TRAINING_KEYS,
     "reference": _TRAINING_KEYS,
     "reward": _TRAINING_KEYS,
     "rollout": _ROLLOUT_KEYS,
 }
-_PARALLELISM_KEYS = ("fsdp", "tensor_parallel_size", "pipeline_parallel_size", "virtual_stages")
+_PARALLELISM_KEYS = (
+    "fsdp",
+    "fsdp_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "virtual_stages",
+    "hybrid_engine",
+)
+_LEARNING_KEYS = ("activation_checkpointing", "offload_activations", "offload_parameters", "offload_optimizer")
 _HYBRID_KEYS = {
-    "actor": ("enable", "activation_checkpointing", "offload_activations"),
-    "critic": ("activation_checkpointing", "offload_activations"),
+    "actor": ("enable", *_LEARNING_KEYS),
+    "critic": _LEARNING_KEYS,
+    "reference": ("offload_parameters",),
+    "reward": ("offload_parameters",),
 }
 _REPLICAS = "take it out: a replica of the rollout is tensor_parallel_size devices, and further devices are replicas"
 _TRAINING_HINTS = {
     "fsdp": "write it under parallelism",
+    "fsdp_size": "write it under parallelism",
     "tensor_parallel_size": "write it under parallelism",
     "pipeline_parallel_size": "write it under parallelism",
-    "hybrid_engine": "only actor and critic are trained and take it",
+    "context_parallel_size": "write it under parallelism",
 }
 _ROLLOUT_HINTS = {
     "parallelism": "write tensor_parallel_size directly under rollout",
     "pipeline_parallel_size": _REPLICAS,
+    "context_parallel_size": "take it out: an engine has a sequence whole on each of its devices",
     "data_parallel_size": _REPLICAS,
     "hybrid_engine": "write it under actor",
 }
 _PARALLELISM_HINTS = {
-    "data_parallel_size": "take it out: it is devices / (tensor_parallel_size x pipeline_parallel_size)"
+    "data_parallel_size": "take it out: it is devices / (tensor_parallel_size x pipeline_parallel_size)",
+    "ulysses_sequence_parallel_size": "write context_parallel_size",
 }
-_HYBRID_HINTS = {"enable": "only the actor's weights are resharded for the rollout"}
+_HYBRID_HINTS = dict.fromkeys(_LEARNING_KEYS, "only actor and critic learn and take it") | {
+    "enable": "only the actor's weights are resharded for the rollout"
+}
 _ENGINE_HINTS = {
     "tensor_parallel_size": "write it directly under rollout",
     "max_num_seqs": "write it directly under rollout",
@@ -107,13 +123,14 @@ class _Reader:
         entries = self._mapping(node, role, _ROLE_KEYS[role], _TRAINING_HINTS)
         devices = read_devices(node, entries, role, self.complain)
         below = entries.get("parallelism")
-        keys = (*_PARALLELISM_KEYS, *(("hybrid_engine",) if role in _HYBRID_KEYS else ()))
         path = f"{role}.parallelism"
-        degrees = {} if below is None else self._mapping(below, path, keys, _PARALLELISM_HINTS)
+        degrees = {} if below is None else self._mapping(below, path, _PARALLELISM_KEYS, _PARALLELISM_HINTS)
         parallelism = Parallelism(
             fsdp=self._flag(degrees, "fsdp", path, Parallelism.fsdp),
+            fsdp_size=self._count(degrees, "fsdp_size", path, 0) or None,
             tensor_parallel_size=self._count(degrees, "tensor_parallel_size", path, 1),
             pipeline_parallel_size=self._count(degrees, "pipeline_parallel_size", path, 1),
+            context_parallel_size=self._count(degrees, "context_parallel_size", path, 1),
             virtual_stages=self._count(degrees, "virtual_stages", path, 1),
         )
         if parallelism.virtual_stages > 1 and parallelism.pipeline_parallel_size == 1:
@@ -123,6 +140,13 @@ class _Reader:
                 f"{parallelism.virtual_stages} parts of each pipeline stage, and there is one stage; set "
                 "pipeline_parallel_size to 2 or more, or take virtual_stages out",
             )
+        if parallelism.fsdp_size is not None and not parallelism.fsdp:
+            self.complain(
+                degrees["fsdp_size"],
+                f"{path}.fsdp_size",
+                f"a copy of the model is to be spread over {parallelism.fsdp_size}, and fsdp: false spreads nothing; "
+                "set fsdp: true, or take fsdp_size out",
+            )
         spec = RoleSpec(
             devices,
             parallelism,
@@ -130,14 +154,9 @@ class _Reader:
             self._hybrid_engine(role, entries, degrees),
             everywhere=is_all(entries),
         )
-        self._check_degrees(spec, role, node)
-        if not parallelism.fsdp and spec.data_parallel_size > 1:
-            self.complain(
-                degrees["fsdp"],
-                f"{path}.fsdp",
-                f"false needs a data-parallel degree of 1, and {quotient(spec, len(devices))} is "
-                f"{spec.data_parallel_size}; set fsdp: true, or list fewer devices",
-            )
+        if self._check_degrees(spec, role, node):
+            for key, what in uneven_copies(spec, len(devices)):
+                self.complain(degrees[key], f"{path}.{key}", what)
         return spec
 
     def rollout(self, node: Node) -> RolloutSpec:
@@ -234,6 +253,8 @@ class _Reader:
                 flags, "activation_checkpointing", path, HybridEngine.activation_checkpointing
             ),
             offload_activations=self._flag(flags, "offload_activations", path, HybridEngine.offload_activations),
+            offload_parameters=self._flag(flags, "offload_parameters", path, HybridEngine.offload_parameters),
+            offload_optimizer=self._flag(flags, "offload_optimizer", path, HybridEngine.offload_optimizer),
         )
 
     def _engine_kwargs(self, entries: Mapping[str, Node]) -> dict[str, Any]:
@@ -247,21 +268,65 @@ class _Reader:
             self.complain(node.value[key], f"rollout.engine_kwargs.{key}", f"not here; {_ENGINE_HINTS[key]}")
         return node.plain()
 
-    def _check_degrees(self, spec: RoleSpec, role: str, node: Node) -> None:
-        size = spec.tensor_parallel_size * spec.pipeline_parallel_size
-        if len(spec.devices) % size:
-            self.complain(
-                node,
-                role,
-                f"{quotient(spec, len(spec.devices))} is not whole; "
-                f"list a multiple of {size} devices, or lower the size{'s' if role != 'rollout' else ''}",
-            )
+    def _check_degrees(self, spec: RoleSpec, role: str, node: Node) -> bool:
+        """Whether the data-parallel degree is a whole number."""
+        size = spec.ranks_per_row
+        if len(spec.devices) % size == 0:
+            return True
+        self.complain(
+            node,
+            role,
+            f"{quotient(spec, len(spec.devices))} is not whole; "
+            f"list a multiple of {size} devices, or lower the size{'s' if role != 'rollout' else ''}",
+        )
+        return False
 
 
 def quotient(spec: RoleSpec, num_devices: int) -> str:
     """How the data-parallel degree is reckoned, for messages."""
-    tp, pp = spec.tensor_parallel_size, spec.pipeline_parallel_size
+    tp, pp, cp = spec.tensor_parallel_size, spec.pipeline_parallel_size, spec.context_parallel_size
     size = f"tensor_parallel_size {tp}"
     if not isinstance(spec, RolloutSpec):
-        size = f"({size} x pipeline_parallel_size {pp})"
+        context = f" x context_parallel_size {cp}" if cp > 1 else ""
+        size = f"({size} x pipeline_parallel_size {pp}{context})"
     return f"{num_devices} device{'' if num_devices == 1 else 's'} / {size}"
+
+
+def uneven_copies(spec: RoleSpec, num_devices: int) -> Iterator[tuple[str, str]]:
+    """(key under `parallelism`, what is wrong with it) of a role that is trained or frozen, where copies of its model
+    cannot be spread over so many devices as it says.
+    """
+    cp = spec.context_parallel_size
+    dp = num_devices // spec.ranks_per_row * cp  # context-parallel ranks share parameters out like data-parallel ones
+    fsdp, size = spec.parallelism.fsdp, spec.parallelism.fsdp_size
+    if not fsdp and cp > 1:
+        yield (
+            "fsdp",
+            f"false needs context_parallel_size 1, where it is {cp}: ranks that share rows out share parameters out, "
+            "too; set fsdp: true (with fsdp_size: 1 each of them holds a copy)",
+        )
+    elif not fsdp and dp > 1:
+        yield (
+            "fsdp",
+            f"false needs a data-parallel degree of 1, where {quotient(spec, num_devices)} is {dp}; set fsdp: true "
+            "(with fsdp_size: 1 each data-parallel rank holds a copy), or list fewer devices",
+        )
+    if fsdp and size is not None and dp % size:
+        yield (
+            "fsdp_size",
+            f"{size} does not divide {_spread(spec, num_devices, dp)}; set it to "
+            f"{_either([n for n in range(1, dp + 1) if dp % n == 0])}, or take it out for one copy of the model",
+        )
+
+
+def _spread(spec: RoleSpec, num_devices: int, ranks: int) -> str:
+    """The ranks that parameters are spread over, for messages."""
+    if spec.context_parallel_size > 1:
+        return f"the {ranks} ranks of data and context parallelism"
+    return f"the data-parallel degree {ranks} ({quotient(spec, num_devices)})"
+
+
+def _either(numbers: Sequence[int]) -> str:
+    """'1, 2 or 4'"""
+    words = [str(number) for number in numbers]
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

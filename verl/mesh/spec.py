@@ -30,6 +30,11 @@ class Parallelism:
     """Ranks that split the stack of layers."""
     virtual_stages: int = 1
     """Parts of the stack that each of them takes turns with, for a shorter wait at the ends of a step."""
+    fsdp_size: int | None = None
+    """Data- and context-parallel ranks, neighbours in the list, that one copy of the model is spread over; the others
+    hold further copies (HSDP). None: all, so one copy."""
+    context_parallel_size: int = 1
+    """Ranks that share out the time of each row, through the whole model."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,11 @@ class HybridEngine:
     """Recompute activations in the backward pass."""
     offload_activations: bool = False
     """Keep activations in CPU memory between forward and backward."""
+    offload_parameters: bool = False
+    """Keep parameters in CPU memory, and what belongs to them: gradients and optimizer state. A layer is on the device
+    while it is computed."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in CPU memory but for its step."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +74,21 @@ class RoleSpec:
         return self.parallelism.pipeline_parallel_size
 
     @property
+    def context_parallel_size(self) -> int:
+        return self.parallelism.context_parallel_size
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
     def data_parallel_size(self) -> int:
-        """Ranks that hold the same slice of the model (the rollout: its replicas). Never written: it is the rest.
+        """Ranks that hold different rows (the rollout: its replicas). Never written: it is the rest.
 
         1, which divides everything, while `all` devices are still to be counted.
         """
-        return 1 if self.everywhere else len(self.devices) // (self.tensor_parallel_size * self.pipeline_parallel_size)
+        return 1 if self.everywhere else len(self.devices) // self.ranks_per_row
 
 
 @dataclass(frozen=True)

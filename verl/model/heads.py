@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from verl.errors import UserError
+from verl.model.context import Context, WholeRows
 from verl.model.logprobs import VocabShard, token_logprobs
 from verl.model.masks import attention_masks
 from verl.model.packing import MicroBatch
@@ -51,6 +53,8 @@ class HeadedModel(nn.Module):
         self.hf, self.head, self.chunk_tokens = hf, head, chunk_tokens
         self.peers: Peers | None = None
         """Set where the model is split over tensor-parallel ranks: all of them run it on the same micro-batch."""
+        self.context: Context | None = None
+        """Set where the time of rows is shared out over context-parallel ranks, which run it on the same, too."""
         self.ends_with_head = True
         """False on a pipeline stage before the last."""
         self.copy_of: str | None = None
@@ -67,18 +71,30 @@ class HeadedModel(nn.Module):
                 )
 
     def forward(self, batch: MicroBatch, temperature: float, states: Tensor | None = None) -> TokenOutputs | Tensor:
-        """The head's outputs, the same on all tensor-parallel ranks.
+        """The head's outputs, the same on all tensor- and context-parallel ranks.
 
         `states`: what the pipeline stage before this one made, [batch, time here, hidden]; the first stage begins with
         the tokens. A stage before the last gives states, too.
         """
-        source = {"input_ids": batch.input_ids} if states is None else {"inputs_embeds": states}
+        here, whole_rows = batch, {}
+        if self.context is not None:
+            here = batch.part(self.context.rank, self.context.size)
+            whole_rows = {"whole_rows": WholeRows(self.context, self.hf.config, batch.position_ids)}
+        source = {"input_ids": here.input_ids} if states is None else {"inputs_embeds": states}
         # a model with a part of the time would take its masks' size for the whole
-        masks = None if self.peers is None else attention_masks(self.hf.config, batch)
+        masks = attention_masks(self.hf.config, batch) if self.time_shares > 1 else None
         made: Tensor = self.hf.base_model(
-            **source, attention_mask=masks, position_ids=batch.position_ids, use_cache=False
+            **source, attention_mask=masks, position_ids=here.position_ids, use_cache=False, **whole_rows
         ).last_hidden_state
-        return self.outputs(made, batch, temperature) if self.ends_with_head else made
+        if not self.ends_with_head:
+            return made
+        outputs = self.outputs(made, here, temperature)
+        return outputs if self.context is None else self._all_outputs(self.context, outputs, here, len(batch.select))
+
+    @property
+    def time_shares(self) -> int:
+        """Ranks that share a row's time out between the layers."""
+        return math.prod(ranks.size for ranks in (self.context, self.peers) if ranks is not None)
 
     def outputs(self, states: Tensor, batch: MicroBatch, temperature: float) -> TokenOutputs:
         """The head's, from the last layer's normalised states [batch, time here, hidden]."""
@@ -96,6 +112,12 @@ class HeadedModel(nn.Module):
         return TokenOutputs(
             *token_logprobs(hidden, weight, batch.targets, temperature, self.chunk_tokens, self.softcap, shard)
         )
+
+    def _all_outputs(self, context: Context, outputs: TokenOutputs, part: MicroBatch, count: int) -> TokenOutputs:
+        """Of a whole micro-batch, from those of a part of its time."""
+        columns = [outputs.values] if outputs.entropy is None else [outputs.values, outputs.entropy]
+        every = context.all_outputs(torch.stack(columns), part.tokens, count)
+        return TokenOutputs(*(column.clone() for column in every))  # FSDP hooks dislike views
 
     @property
     def head_module(self) -> nn.Linear:

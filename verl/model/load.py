@@ -7,16 +7,18 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from verl.config import LoraConfig
 from verl.errors import UserError
 from verl.model.attention import CPU_ATTENTION
 from verl.model.heads import Head, HeadedModel, add_scalar_head
+from verl.model.lora import add_adapters, draw, is_adapter, plain_name
 from verl.model.pieces import EXPERTS, Box, pieces, size_of
+from verl.model.weight_files import DTYPES, Safetensors
 
 
 def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -54,12 +56,12 @@ def attention(choice: str, device: torch.device, config: PretrainedConfig) -> st
 
         if is_flash_attn_2_available():
             return "flash_attention_2"
-    if _caps_scores(config):
+    if caps_scores(config):
         return "eager"
     return "sdpa" if device.type == "cuda" else CPU_ATTENTION
 
 
-def _caps_scores(config: PretrainedConfig) -> bool:
+def caps_scores(config: PretrainedConfig) -> bool:
     """Attention scores go through a tanh (Gemma 2), which SDPA leaves out without a word."""
     return config.get_text_config().to_dict().get("attn_logit_softcapping") is not None
 
@@ -73,7 +75,7 @@ def meta_model(
     trust_remote_code: bool,
 ) -> HeadedModel:
     """The whole model without memory. Raises UserError for a config that transformers makes no decoder of."""
-    if _caps_scores(config) and attn_implementation in ("sdpa", CPU_ATTENTION):
+    if caps_scores(config) and attn_implementation in ("sdpa", CPU_ATTENTION):
         raise UserError(
             f"model.attn_implementation={attn_implementation} does not compute attn_logit_softcapping, which a "
             f"{config.model_type} has; set it to auto, eager or flash_attention_2"
@@ -99,55 +101,28 @@ def meta_model(
     return HeadedModel(hf, head, chunk_tokens)
 
 
-def materialise(model: HeadedModel, device: torch.device) -> None:
-    """Memory for this rank's shards; what no file holds (rotary tables and the like) is computed."""
+def materialise(model: HeadedModel, device: torch.device, host_parameters: bool = False) -> None:
+    """Memory for this rank's shards, in host memory if they are to be there, and for buffers on the device. What no
+    file holds (rotary tables and the like) is computed.
+    """
     embeddings = model.hf.get_input_embeddings()
     tied = model.head is Head.lm and model.hf.config.get_text_config().tie_word_embeddings
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if host_parameters else device)
     if tied and model.ends_with_head and isinstance(embeddings, nn.Embedding):
         model.output_embeddings.weight = embeddings.weight  # to_empty parts them
     for module in model.hf.modules():
-        if next(module.buffers(recurse=False), None) is not None:
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers:
+            module._buffers.update({name: torch.empty_like(buffer, device=device) for name, buffer in buffers.items()})
             for parameter in module.parameters(recurse=False):
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark for "let it be"
             model.hf._init_weights(module)
 
 
-class Safetensors:
-    """The tensors of a folder, read a slice at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise UserError(
-                f"the model folder {folder} holds no *.safetensors file. Save the model with save_pretrained."
-            )
-        self._by_name: dict[str, safe_open] = {}
-        for file in files:
-            try:
-                handle = safe_open(file, "pt")
-            except SafetensorError as error:
-                raise UserError(f"{file} cannot be read: {error}. Copy or fetch it again.") from error
-            self._by_name |= dict.fromkeys(handle.keys(), handle)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._by_name[name].get_slice(name).get_shape())
-
-    def names(self) -> list[str]:
-        return list(self._by_name)
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self._by_name[name].get_slice(name)[box]
-
-
 def check_weights(model: HeadedModel, files: Safetensors) -> None:
     """Raises UserError where the folder's tensors are not those that its config.json and the head make."""
     wrong = []
-    for name, parameter in hf_parameters(model):
+    for name, parameter in base_parameters(model):
         for piece in pieces(name, parameter.shape):
             wanted = size_of(piece.box)
             if piece.name not in files:
@@ -156,6 +131,11 @@ def check_weights(model: HeadedModel, files: Safetensors) -> None:
             elif files.shape(piece.name) != wanted:
                 has = files.shape(piece.name)
                 wrong.append(f"'{piece.name}' has shape {has} where {wanted} is needed{_hint(model, name)}")
+            elif files.dtype(piece.name) not in DTYPES:
+                wrong.append(
+                    f"'{piece.name}' is stored as {files.dtype(piece.name)}, where one of {', '.join(DTYPES)} is "
+                    "needed. Save the model without quantization."
+                )
     if wrong:
         others = f" (The first of {len(wrong)} tensors that do not fit.)" if len(wrong) > 1 else ""
         raise UserError(f"{files.folder}: {wrong[0]}{others}")
@@ -170,28 +150,43 @@ def check_folder(
     check_weights(meta_model(config, head, torch.float32, kernel, 1, trust_remote_code), Safetensors(folder))
 
 
+def check_adapters(folder: Path, head: Head, lora: LoraConfig, trust_remote_code: bool) -> None:
+    """Raises UserError for adapters that a folder's model cannot have. Its messages begin with the setting."""
+    config = read_config(folder, trust_remote_code)
+    add_adapters(meta_model(config, head, torch.float32, "eager", 1, trust_remote_code), lora)
+
+
 @torch.no_grad()
 def load_shards(model: HeadedModel, folder: Path, seed: int, beat: Callable[[], None]) -> None:
     """Fills every parameter's local shard from the folder; `beat` is called for each.
 
-    A value head that the folder lacks is drawn from the seed, whole and then cut, so that it is the same on every mesh.
+    A value head that the folder lacks, and adapters, are drawn from the seed, whole and then cut, so that they are the
+    same on every mesh.
     Raises UserError where the folder's tensors are not those that its config.json makes.
     """
     files = Safetensors(folder)
     check_weights(model, files)
     for name, parameter in hf_parameters(model):
+        if is_adapter(name):
+            local_tensor(parameter).copy_(draw(name, parameter.shape, seed)[local_box(parameter)])
+            continue
         for piece in pieces(name, parameter.shape, local_box(parameter)):
-            drawn = None if piece.name in files else _draw_head(parameter.shape, seed)[piece.box]
-            source = files.read(piece.name, piece.box) if drawn is None else drawn
-            local_tensor(parameter)[piece.index].copy_(source)
+            here = local_tensor(parameter)[piece.index]
+            if piece.name in files:
+                files.read_into(here, piece.name, piece.box)
+            else:
+                here.copy_(_draw_head(parameter.shape, seed)[piece.box])
         beat()
 
 
 def shards_by_file(model: nn.Module) -> dict[str, tuple[Box, Tensor]]:
-    """This rank's part of every tensor, by the name in the folder's files: which part, and the memory that holds it."""
+    """This rank's part of every tensor, by the name in the folder's files: which part, and the memory that holds it.
+
+    Adapters are in no such file.
+    """
     return {
         piece.name: (piece.box, local_tensor(parameter.detach())[piece.index])
-        for name, parameter in hf_parameters(model)
+        for name, parameter in base_parameters(model)
         for piece in pieces(name, parameter.shape, local_box(parameter))
     }
 
@@ -228,7 +223,12 @@ def hf_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 if part.copy_of is not None and parameter is part.output_embeddings.weight:
                     yield part.copy_of, parameter
                 else:
-                    yield name.removeprefix("hf."), parameter
+                    yield plain_name(name.removeprefix("hf.")), parameter
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Without the adapters'."""
+    return ((name, parameter) for name, parameter in hf_parameters(model) if not is_adapter(name))
 
 
 def local_tensor(parameter: Tensor) -> Tensor:

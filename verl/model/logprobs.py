@@ -83,7 +83,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad *= -grad_logprobs[at, None]
             return grad.scatter_add_(-1, targets[at, None], grad_logprobs[at, None])
 
-        return *_through_head(gradient, hidden, weight, *ctx.settings), None, None, None, None
+        return *_through_head(gradient, hidden, weight, ctx.needs_input_grad[1], *ctx.settings), *[None] * 4
 
 
 class _ShardedLogprobs(torch.autograd.Function):
@@ -137,21 +137,25 @@ class _ShardedLogprobs(torch.autograd.Function):
                 grad *= -grad_logprobs[at, None]
             return grad.scatter_add_(-1, places[at, None], (grad_logprobs[at] * here[at])[:, None])
 
-        return *_through_head(gradient, hidden, weight, *ctx.settings), None, None, None, None, None
+        return *_through_head(gradient, hidden, weight, ctx.needs_input_grad[1], *ctx.settings), *[None] * 5
 
 
 def _through_head(
     gradient: Callable[[slice, Tensor], Tensor],
     hidden: Tensor,
     weight: Tensor,
+    trained: bool,
     temperature: float,
     chunk_tokens: int,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `hidden` and `weight` from `gradient` of a chunk's capped and scaled logits, which it may use up."""
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of `hidden` and `weight` from `gradient` of a chunk's capped and scaled logits, which it may use up.
+
+    `trained`: whether the weight is; else it gets none.
+    """
     grad_hidden = torch.empty_like(hidden)
     # summed in float32 over the chunks, whatever the model's dtype
-    grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if trained else None
     for at in _chunks(len(hidden), chunk_tokens):
         logits, slope = _logits(hidden[at], weight, temperature, softcap)
         grad = gradient(at, logits)
@@ -161,11 +165,13 @@ def _through_head(
             grad /= temperature
         grad = grad.to(hidden.dtype)
         grad_hidden[at] = grad @ weight
+        if grad_weight is None:
+            continue
         if weight.dtype == torch.float32:
             grad_weight.addmm_(grad.T, hidden[at])
         else:
             grad_weight += grad.T @ hidden[at]
-    return grad_hidden, grad_weight.to(weight.dtype)
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:

@@ -28,7 +28,7 @@ class MicroBatch:
     targets: Tensor
     """[k] the token that follows each of them."""
     tokens: Tensor
-    """[k] where each of them stands in the rank's flat outputs."""
+    """[k] where each of them stands in the rank's flat outputs; of a part of a micro-batch, in the whole's."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """What the model reads, on the device; `tokens` stays where the rank's flat outputs are."""
@@ -39,6 +39,20 @@ class MicroBatch:
         return MicroBatch(
             there(self.input_ids), there(self.position_ids), there(self.select), there(self.targets), self.tokens
         )
+
+    def part(self, index: int, parts: int) -> MicroBatch:
+        """One of `parts` equal stretches of the time of all rows, with the outputs that are made in it.
+
+        An output's target is the token after it, in this stretch or the next.
+        """
+        whole = self.input_ids.shape[1]
+        time = whole // parts
+        assert time * parts == whole, f"{whole} tokens do not split over {parts} ranks"
+        stretch = slice(index * time, (index + 1) * time)
+        (here,) = (self.select % whole // time == index).nonzero(as_tuple=True)
+        row, at = self.select[here] // whole, self.select[here] % whole
+        ids, positions = self.input_ids[:, stretch], self.position_ids[:, stretch]
+        return MicroBatch(ids, positions, row * time + at - stretch.start, self.targets[here], here)
 
 
 @dataclass(frozen=True)
@@ -115,10 +129,10 @@ def _first_fit(lengths: Sequence[int], rows: Sequence[int], max_tokens: int, cap
     return [[bins[i] for i in fullest_first[at : at + per_batch]] for at in range(0, len(bins), per_batch)]
 
 
-def _cost(lengths: Sequence[int], plan: Sequence[Sequence[Sequence[int]]], multiple_of: int) -> float:
-    """Places of all rectangles, each dearer by what it attends to."""
+def _cost(lengths: Sequence[int], plan: Sequence[Sequence[Sequence[int]]], multiple_of: int) -> int:
+    """Places of all rectangles, each dearer by what it attends to. Whole, so that equal plans cost the same."""
     times = [_up(max(sum(lengths[i] for i in row) for row in batch), multiple_of) for batch in plan]
-    return sum(len(batch) * time * (1 + time / DENSE_ROW) for batch, time in zip(plan, times, strict=True))
+    return sum(len(batch) * time * (DENSE_ROW + time) for batch, time in zip(plan, times, strict=True))
 
 
 def _up(number: int, multiple_of: int) -> int:

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from verl.model.heads import Head, HeadedModel
 
 
-def apply_fsdp(model: HeadedModel, mesh: DeviceMesh, compute_dtype: torch.dtype, reshard_after_forward: bool) -> None:
-    """Shards the layers one by one, then the rest, over the 1-D `mesh`; a mesh of one rank still gives mixed precision.
+def apply_fsdp(
+    model: HeadedModel,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    offload_parameters: bool = False,
+) -> None:
+    """Shards the layers one by one, then the rest; a mesh of one rank still gives mixed precision.
 
-    Gradients are summed, not averaged: the loss is normalised by the global token count already. Sums are in float32.
+    `mesh`: the ranks that share a copy of the model out, or (copies, those ranks). Gradients are summed, not averaged:
+    the loss is normalised by the global token count already. Sums are in float32, over a copy's ranks and then over the
+    copies, whose gradients and so whose steps are the same bits.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload_parameters else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        shard(layer, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     if model.head is not Head.lm and model.ends_with_head:
-        fully_shard(model.score, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        shard(model.score, mp_policy=in_float32, reshard_after_forward=reshard_after_forward)
+    shard(model, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # gloo has no scaled sum, which a divide factor alone would ask for

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from verl.flow.signs import Signs
 from verl.model.heads import HeadedModel, TokenOutputs
 from verl.model.packing import MicroBatch
 from verl.parallel.idle import Idle
@@ -25,8 +26,7 @@ class Around:
     """What is done around every micro-batch, however it goes."""
 
     device: torch.device
-    beat: Callable[[], None]
-    """A sign of life."""
+    signs: Signs
     activations: Callable[[], AbstractContextManager[object]]
     """Entered for a forward whose backward follows: where its activations are kept."""
     before_backward: Callable[[HeadedModel, bool], None]
@@ -50,17 +50,24 @@ class Passes(Protocol):
 
 class Straight:
     def __init__(self, model: HeadedModel, around: Around) -> None:
-        self._model, self._around = model, around
+        self._model, self._around, self._turn = model, around, 0
 
     @torch.no_grad()
     def forward(self, batches: Sequence[MicroBatch], temperature: float, take: Take) -> None:
-        for batch in batches:
-            take(self._model(batch.to(self._around.device), temperature), batch)
-            self._around.beat()
+        for number, batch in enumerate(batches):
+            with self._doing(number, len(batches)):
+                take(self._model(batch.to(self._around.device), temperature), batch)
 
     def train(self, batches: Sequence[MicroBatch], temperature: float, loss: BatchLoss) -> None:
         for number, batch in enumerate(batches):
             self._around.before_backward(self._model, number == len(batches) - 1)
-            with self._around.activations():
-                loss(self._model(batch.to(self._around.device), temperature), batch).backward()
-            self._around.beat()
+            with self._doing(number, len(batches)):
+                with self._around.activations():
+                    share = loss(self._model(batch.to(self._around.device), temperature), batch)
+                share.backward()
+
+    def _doing(self, number: int, count: int) -> AbstractContextManager[None]:
+        """A turn of all of the role's ranks, whom the stage waits for."""
+        self._turn += 1
+        signs = self._around.signs
+        return signs.doing(f"micro-batch {number + 1} of {count}", signs.entry.waits_for, self._turn)

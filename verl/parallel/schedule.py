@@ -20,6 +20,11 @@ class Action:
     chunk: int
     """Which of the rank's parts of the model: chunk c of stage s is part c * num_stages + s of the whole."""
 
+    def __str__(self) -> str:
+        """For people, who count from one."""
+        part = f" through part {self.chunk + 1} of its stage" if self.chunk else ""
+        return f"{self.kind}{part} of micro-batch {self.micro_batch + 1}"
+
 
 Timeline = tuple[tuple[Action | None, ...], ...]
 """[tick][stage] -> what the stage does then; None: it has nothing to do, or waits."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers import PretrainedConfig
 
 from verl.model.heads import Head, HeadedModel
+from verl.model.lora import adapted_linear, down_and_up
 from verl.model.peers import Peers
 
 COLUMN, ROW, PER_HEAD, VOCABULARY = "colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"
@@ -40,11 +41,13 @@ def apply_tensor_parallelism(model: HeadedModel, mesh: DeviceMesh) -> None:
         elif style == PER_HEAD:
             _run_on_local(module, peers, gradients_are_parts=True)
         elif style == ROW:
-            _cut_inputs(_linear(module), peers)
+            _cut_inputs(module, peers)
         elif config.num_key_value_heads < peers.size and name.endswith((".k_proj", ".v_proj")):
-            _share_heads(_linear(module), peers, config.num_key_value_heads)
+            for part in _parts_with_its_outputs(module, peers):
+                _share_heads(part, peers, config.num_key_value_heads)
         else:
-            _cut_outputs(_linear(module), peers)
+            for part in _parts_with_its_outputs(module, peers):
+                _cut_outputs(part, peers)
     for name in dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == COLUMN):
         _gather_in_front(decoder.get_submodule(name), peers)
     if config.num_key_value_heads < peers.size:
@@ -71,8 +74,21 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def _linear(module: nn.Module) -> nn.Linear:
-    assert isinstance(module, nn.Linear), f"a plan cuts {type(module).__name__}, which is no linear layer"
-    return module
+    """The model's own layer, where it has an adapter, too."""
+    linear = module.get_base_layer() if adapted_linear(module) else module
+    assert isinstance(linear, nn.Linear), f"a plan cuts {type(linear).__name__}, which is no linear layer"
+    return linear
+
+
+def _parts_with_its_outputs(module: nn.Module, peers: Peers) -> list[nn.Linear]:
+    """The linear layers whose outputs are the module's: its own and an adapter's B. A is whole on every rank, and its
+    gradients are parts, since each goes on with another part of B.
+    """
+    if not adapted_linear(module):
+        return [_linear(module)]
+    down, up = down_and_up(module)
+    _run_on_local(down, peers, gradients_are_parts=True)
+    return [_linear(module), up]
 
 
 def _cut_outputs(module: nn.Linear, peers: Peers) -> None:
@@ -85,17 +101,35 @@ def _cut_outputs(module: nn.Linear, peers: Peers) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
 
-def _cut_inputs(module: nn.Linear, peers: Peers) -> None:
-    """The outputs are parts of a sum. A bias is added to the sum, by each rank at its part of the time."""
-    _distribute(module, "weight", peers, Shard(1))
-    if module.bias is not None:
-        _distribute(module, "bias", peers, Replicate())
+def _cut_inputs(module: nn.Module, peers: Peers) -> None:
+    """The outputs are parts of a sum. A bias is added to the sum, by each rank at its part of the time.
+
+    An adapter's A is cut by inputs, too, and its part of what B [out, r] makes goes into the same sum.
+    """
+    linear = _linear(module)
+    if linear.bias is not None:
+        _distribute(linear, "bias", peers, Replicate())
+    _multiply_inputs_here(linear, peers)
+    if adapted_linear(module):
+        down, up = down_and_up(module)
+        _multiply_inputs_here(down, peers)
+        _run_on_local(up, peers, gradients_are_parts=True)
+    multiply = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        out = peers.sum_and_share_time(F.linear(x, _local(module.weight)))
-        return out if module.bias is None else out + _local(module.bias, gradients_are_parts=True)
+        out = peers.sum_and_share_time(multiply(x))
+        return out if linear.bias is None else out + _local(linear.bias, gradients_are_parts=True)
 
     module.forward = forward  # type: ignore[method-assign]
+
+
+def _multiply_inputs_here(linear: nn.Linear, peers: Peers) -> None:
+    _distribute(linear, "weight", peers, Shard(1))
+
+    def forward(x: Tensor) -> Tensor:
+        return F.linear(x, _local(linear.weight))
+
+    linear.forward = forward  # type: ignore[method-assign]
 
 
 def _share_heads(module: nn.Linear, peers: Peers, num_heads: int) -> None:

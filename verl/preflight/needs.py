@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from verl.config import PPOConfig
 from verl.errors import MeshError
+from verl.flow.place import place_roles, reference_is_actor
 from verl.mesh.resolve import resolve
-from verl.mesh.spec import MeshSpec, RolloutSpec
+from verl.mesh.spec import MeshSpec, RoleSpec, RolloutSpec
 from verl.preflight.compare import Problem, node_names
 from verl.preflight.facts import Facts
 from verl.preflight.files import ModelSize
@@ -21,6 +22,8 @@ VLLM_THREAD_SHM = 5 * MIB
 """The same on a CPU, where each thread of such a process has a buffer of its own for activations (4.2 MiB measured)."""
 LEARNING_BYTES = 16
 """A parameter that learns: float32 weight, gradient, and AdamW's two moments."""
+MOMENT_BYTES = 8
+"""Of these the moments."""
 SLOTS = 2
 """Buckets of weights under way to the engines of a node, which are in its memory."""
 KV_BYTES = 512 * MIB
@@ -106,7 +109,7 @@ def _shm_remedy(need: int, size: int) -> str:
 
 
 def _memory(
-    facts: Sequence[Facts], config: PPOConfig, mesh: MeshSpec, ranks: Mapping[str, Sequence[int]]
+    facts: Sequence[Facts], config: PPOConfig, mesh: MeshSpec, ranks: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Problem]:
     sizes = {role: size for f in facts for role, size in f.models.items()}
     for node, name in node_names(facts).items():
@@ -132,12 +135,15 @@ def _parts(
     here: Sequence[Facts],
     config: PPOConfig,
     mesh: MeshSpec,
-    ranks: Mapping[str, Sequence[int]],
+    ranks: Mapping[str, tuple[int, ...]],
     sizes: Mapping[str, ModelSize],
 ) -> Iterator[tuple[str, int]]:
-    """What takes this node's memory -> bytes. With accelerators the training state is on them."""
+    """What takes this node's memory -> bytes. With accelerators the training state is on them, unless offloaded."""
     mine = {f.rank for f in here}
     on_cpu = not any(f.accelerators for f in here)
+    # adapters themselves are not counted: they are few
+    frozen = {role for role, of in (("actor", config.actor), ("critic", config.critic)) if of.lora.rank}
+    one_model = reference_is_actor(config, mesh, place_roles(mesh, ranks, ()))
     for role, serving in ranks.items():
         spec, share = mesh.roles.get(role, mesh.roles["actor"]), len(mine & set(serving)) / len(serving)
         if isinstance(spec, RolloutSpec) and spec.backend == "vllm" and share and "actor" in sizes:
@@ -149,9 +155,21 @@ def _parts(
                 replicas = share * len(serving) / spec.tensor_parallel_size
                 kv = spec.engine_kwargs.get("kv_cache_memory_bytes", KV_BYTES)
                 yield "vLLM", int(replicas * weights + replicas * spec.tensor_parallel_size * kv)
-        elif role in sizes and share and on_cpu and _is_built(role, config):
-            each = LEARNING_BYTES if role in _LEARNING else _DTYPE_BYTES[spec.dtype]
-            yield role, int(sizes[role].parameters * each * share)
+        elif one_model and role == "reference":
+            continue
+        elif role in sizes and share and _is_built(role, config):
+            each = _host_bytes(role in _LEARNING and role not in frozen, spec, on_cpu)
+            dp = len(serving) // (spec.tensor_parallel_size * spec.pipeline_parallel_size)
+            copies = dp // (spec.parallelism.fsdp_size or dp)
+            if each:
+                yield role, int(copies * sizes[role].parameters * each * share)
+
+
+def _host_bytes(learns: bool, spec: RoleSpec, on_cpu: bool) -> int:
+    """Of a parameter, in the memory of the node that has it."""
+    if on_cpu or spec.hybrid_engine.offload_parameters:
+        return LEARNING_BYTES if learns else _DTYPE_BYTES[spec.dtype]
+    return MOMENT_BYTES if learns and spec.hybrid_engine.offload_optimizer else 0
 
 
 def _is_built(role: str, config: PPOConfig) -> bool:

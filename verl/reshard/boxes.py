@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
-from verl.flow.placement import Coordinate
+from verl.flow.placement import Coordinate, Placement
 from verl.parallel.tensor import COLUMN, ROW, style_of, tp_plan
 from verl.reshard.layout import Box, Domain, Shapes, chunk, whole
 
@@ -25,6 +25,13 @@ class Split:
     """The pipeline stages that hold a parameter (a tied embedding is on the first and the last); missing: all."""
     fsdp: bool = True
     """Data-parallel ranks share each parameter's rows out, on top of tensor parallelism; else each holds all of it."""
+    copies: int = 1
+    """Of the model: the data-parallel ranks of each share it out, and are neighbours."""
+
+    @property
+    def shards(self) -> int:
+        """Data-parallel ranks that share a parameter out."""
+        return self.dp // self.copies if self.fsdp else 1
 
 
 def boxes_at(shapes: Shapes, split: Split, at: Coordinate) -> dict[str, Box]:
@@ -36,8 +43,8 @@ def boxes_at(shapes: Shapes, split: Split, at: Coordinate) -> dict[str, Box]:
         box = whole(shape)
         if name in split.tp_dims:
             box = chunk(box, split.tp_dims[name], split.tp, at.tp)
-        if split.fsdp and box:
-            box = chunk(box, 0, split.dp, at.dp)
+        if box:
+            box = chunk(box, 0, split.shards, at.dp % split.shards)
         boxes[name] = box
     return boxes
 
@@ -73,6 +80,13 @@ def tensor_parallel_dims(shapes: Shapes, config: PretrainedConfig, tp: int) -> d
 def own_domains(boxes: Mapping[int, Mapping[str, Box]]) -> list[Domain]:
     """Each rank's own parameters: generation in the ranks' processes, of what `boxes` says."""
     return [Domain(f"rank {rank}", (rank,), (rank,), mine) for rank, mine in boxes.items()]
+
+
+def generation_domains(shapes: Shapes, config: PretrainedConfig, rollout: Placement) -> list[Domain]:
+    """Of a rollout in its ranks' own processes: each has its tensor-parallel part of the model."""
+    dims = tensor_parallel_dims(shapes, config, rollout.tp) if rollout.tp > 1 else {}
+    split = Split(dp=rollout.dp, tp=rollout.tp, tp_dims=dims, fsdp=False)
+    return own_domains(training_boxes(shapes, split, rollout.ranks))
 
 
 def node_domains(shapes: Shapes, leaders: Sequence[int], node_of: Mapping[int, str], slots: int) -> list[Domain]:

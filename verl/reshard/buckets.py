@@ -42,4 +42,4 @@ def bucket_of(buckets: Buckets) -> Mapping[str, int]:
 
 def largest_bucket(buckets: Buckets, shapes: Shapes, itemsize: int) -> int:
     """In bytes."""
-    return max(sum(prod(shapes[name]) * itemsize for name in bucket) for bucket in buckets)
+    return max((sum(prod(shapes[name]) * itemsize for name in bucket) for bucket in buckets), default=0)

@@ -1,9 +1,4 @@
-"""Generation on the actor's own ranks, in smaller replicas than training has: HybridFlow's 3D-HybridEngine.
-
-Sheng et al. 2025 (arXiv:2409.19256), section 5: training runs on p x t x d ranks, generation on the same ranks as
-pg x tg with p * t / (pg * tg) times as many replicas. A generation shard is the union of the training shards of one
-"micro data-parallel group", and every rank is placed so that its own training shard is part of its generation shard.
-"""
+"""What each rank holds to generate on the actor's own ranks: HybridFlow's 3D-HybridEngine (`verl.flow.regroup`)."""
 
 from __future__ import annotations
 
@@ -11,19 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verl.flow.placement import Coordinate
+from verl.flow.regroup import GenerationPlace, generation_place
 from verl.reshard.boxes import Split, boxes_at, coordinate, own_domains
 from verl.reshard.layout import Box, Domain, Shapes
-
-
-@dataclass(frozen=True)
-class GenerationPlace:
-    """Where a training rank stands in generation."""
-
-    pp: int
-    tp: int
-    replica: int
-    """Of those that its training replica becomes: its number in its micro data-parallel group."""
-    training_replica: int
 
 
 @dataclass(frozen=True)
@@ -44,11 +29,8 @@ class Hybrid:
             )
 
     def place(self, at: Coordinate) -> GenerationPlace:
-        """Generation peers are t / tg tensor-parallel ranks and p / pg stages apart; those between them are the micro
-        data-parallel group.
-        """
-        stages, ranks = self.split.pp // self.pg, self.split.tp // self.tg
-        return GenerationPlace(at.pp // stages, at.tp // ranks, at.pp % stages * ranks + at.tp % ranks, at.dp)
+        """`verl.flow.regroup` has the rule."""
+        return generation_place(at, self.split.pp // self.pg, self.split.tp // self.tg)
 
     def boxes(self, shapes: Shapes, at: Coordinate) -> dict[str, Box]:
         """What the rank holds to generate."""

@@ -26,8 +26,11 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """`box` as an index into the tensor that holds `outer`."""
-    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, outer, strict=True))
+    """`box` as an index into the tensor that holds `outer`; dimensions at the end that it has all of are left out."""
+    index = [slice(low - start, high - start) for (low, high), (start, _) in zip(box, outer, strict=True)]
+    while index and box[len(index) - 1] == outer[len(index) - 1]:
+        index.pop()
+    return tuple(index)
 
 
 def contiguous(box: Box, outer: Box) -> bool:
@@ -77,3 +80,12 @@ class Shards:
     boxes: Mapping[int, Mapping[str, Box]]
     """rank -> parameter -> the box that it holds"""
     node_of: Mapping[int, str]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters, whole: as far as the boxes of all ranks reach."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for boxes in self.boxes.values():
+            for name, box in boxes.items():
+                reached = shapes.get(name, (0,) * len(box))
+                shapes[name] = tuple(max(size, high) for size, (_, high) in zip(reached, box, strict=True))
+        return shapes

@@ -2,63 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from verl.flow.node_memory import NodeMemory
 
 Parts = Sequence[Tensor]
 """What one message carries: views of tensors, of any dtype and device."""
 
 
 class Staging:
-    """One piece of host memory that is used again in every step, and grows to what a step needs."""
+    """One piece of host memory, used again and again by two steps of a load at a time: one takes its part from the low
+    end, the next one from the high end. Other ranks of the node read what is packed for them right there.
+    """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        """`dtype`: of what is sent."""
-        self._memory = torch.empty(0, dtype=dtype)
-        self._used = 0
+    def __init__(self, dtype: torch.dtype, numel: int) -> None:
+        """`dtype`: of what is sent. `numel`: what two steps need together."""
+        self._shared = NodeMemory(numel * dtype.itemsize) if numel else None
+        self._memory = self._shared.bytes.view(dtype) if self._shared else torch.empty(0, dtype=dtype)
+        self._most = {False: 0, True: 0}
+        self._peers: dict[int, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        return self._memory.nbytes
+        """That have been used. The others have no pages yet."""
+        return sum(self._most.values()) * self._memory.itemsize
 
-    def begin(self, messages: Iterable[Parts]) -> None:
-        """A step with these messages; those of the last one are done."""
-        needed = sum(_numel(parts) for parts in messages if not self._in_place(parts))
-        if needed > self._memory.numel():
-            self._memory = self._memory.new_empty(needed)
-        self._used = 0
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """What `open_peer` takes on other ranks of the node."""
+        return (self._shared.path, self._shared.num_bytes) if self._shared else None
 
-    def place(self, parts: Parts) -> Tensor:
-        """Memory of the message: the part itself where there is one and it can be sent as it lies."""
-        if self._in_place(parts):
-            return parts[0]
-        start, self._used = self._used, self._used + _numel(parts)
-        return self._memory[start : self._used]
+    def open_peer(self, rank: int, address: tuple[str, int]) -> None:
+        shared = NodeMemory.open(*address)
+        shared.close()
+        self._peers[rank] = shared.bytes.view(self._memory.dtype)
 
-    def pack(self, parts: Parts) -> Tensor:
-        """The message, cast to the dtype of all messages in the copy that packs it."""
-        message = self.place(parts)
-        if not self._in_place(parts):
-            for part, there in zip(parts, _split(message, parts), strict=True):
-                there.copy_(part)
-        return message
+    def of_peer(self, rank: int, notice: Tensor, numel: int) -> Tensor:
+        """What that rank has packed. `notice`: what it said of it."""
+        start = int(notice)
+        return self._peers[rank][start : start + numel]
 
-    def unpack(self, message: Tensor, parts: Parts) -> None:
-        """Puts the message, received in what `place` gave for these parts, where it belongs."""
-        if not self._in_place(parts):
-            for part, here in zip(parts, _split(message, parts), strict=True):
-                part.copy_(here)
+    def notice(self, packed: Tensor) -> Tensor:
+        """Tells another rank where it is."""
+        return torch.tensor([(packed.data_ptr() - self._memory.data_ptr()) // self._memory.itemsize])
 
-    def _in_place(self, parts: Parts) -> bool:
+    def holds(self, packed: Tensor) -> bool:
+        """It lies here, and not where its tensors are."""
+        start, length = self._memory.data_ptr(), self._memory.nbytes
+        return start <= packed.data_ptr() < start + length
+
+    def region(self, number: int) -> Region:
+        """For step `number`; that of step `number` - 2 is free again."""
+        return Region(self, high=number % 2 == 1)
+
+    def take(self, used: int, numel: int, high: bool) -> Tensor:
+        """`numel` elements behind the first `used` ones of an end."""
+        assert used + numel <= len(self._memory), "the schedule says how much is needed"
+        self._most[high] = max(self._most[high], used + numel)
+        start = len(self._memory) - used - numel if high else used
+        return self._memory[start : start + numel]
+
+    def lies_ready(self, parts: Parts) -> bool:
+        """A message of these parts can be sent and received where it lies."""
         (part, *others) = parts
         as_sent = part.dtype == self._memory.dtype and part.device == self._memory.device and part.is_contiguous()
         return as_sent and not others
 
 
-def _numel(parts: Parts) -> int:
-    return sum(part.numel() for part in parts)
+class Region:
+    """The memory of one step's messages."""
+
+    def __init__(self, staging: Staging, high: bool) -> None:
+        self._staging, self._high, self._used = staging, high, 0
+
+    def place(self, parts: Parts, in_place: bool = True) -> Tensor:
+        """Memory of the message: the part itself where there is one and it can be sent as it lies."""
+        if in_place and self._staging.lies_ready(parts):
+            return parts[0]
+        numel = sum(part.numel() for part in parts)
+        memory = self._staging.take(self._used, numel, self._high)
+        self._used += numel
+        return memory
+
+    def pack(self, parts: Parts, in_place: bool = True) -> Tensor:
+        """The message, cast to the dtype of all messages in the copy that packs it."""
+        message = self.place(parts, in_place)
+        if message is not parts[0]:
+            for part, there in zip(parts, _split(message, parts), strict=True):
+                there.copy_(part)
+        return message
+
+
+def unpack(message: Tensor, parts: Parts) -> None:
+    """Puts a message where it belongs, if it has not been received there."""
+    if message is not parts[0]:
+        for part, here in zip(parts, _split(message, parts), strict=True):
+            part.copy_(here)
 
 
 def _split(message: Tensor, parts: Parts) -> list[Tensor]:

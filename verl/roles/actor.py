@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from verl.engine.train_engine import TrainEngine
 from verl.flow.batch import Column, Experience, Responses
 from verl.flow.placement import Groups, Placement
 from verl.model.heads import TokenOutputs
-from verl.model.load import shards_by_file
+from verl.model.merge import own_shards
 from verl.monitor.metrics import Metrics
 from verl.roles.learner import Learner, Schedule
 from verl.roles.mini_batch import MiniBatch
@@ -55,9 +56,13 @@ class Actor(Learner):
         """Of every response token under the current policy, at the sampling temperature."""
         return self.token_column("old_logprobs", "old_log_prob", responses, self.temperature)
 
-    def shards(self) -> dict[str, Tensor]:
-        """This rank's part of the weights, by Hugging Face name."""
-        return {name: part for name, (_, part) in shards_by_file(self.engine.model).items()} if self.serves else {}
+    def shards(self) -> Mapping[str, Tensor]:
+        """This rank's part of the weights, by Hugging Face name, with the adapters in them."""
+        return self.engine.shards() if self.serves else {}
+
+    def lasting_shards(self) -> dict[str, Tensor]:
+        """Those of them that are memory of the engine's own, which has the new weights after a step."""
+        return own_shards(self.engine.model) if self.serves else {}
 
     def update(self, experience: Experience) -> Metrics:
         """Mini-batch steps on the clipped objective (Schulman et al. 2017, eq. 7)."""

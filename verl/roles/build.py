@@ -13,11 +13,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from verl.checks import problems
-from verl.config import LossAggregation, OptimConfig, PPOConfig
+from verl.config import LoraConfig, LossAggregation, OptimConfig, PPOConfig
 from verl.engine.train_engine import EngineSpec, TrainEngine
 from verl.errors import ConfigError
 from verl.flow.job import Job
-from verl.flow.place import place_roles
+from verl.flow.place import place_roles, reference_is_actor
 from verl.flow.placement import Groups, Placement, make_groups
 from verl.mesh.resolve import Process, idle, resolve
 from verl.mesh.spec import MeshSpec, RolloutSpec
@@ -29,7 +29,14 @@ from verl.rewards.pool import RewardPool
 from verl.rewards.resolve import FunctionSpec
 from verl.rewards.resolve import resolve as resolve_function
 from verl.roles.actor import Actor
-from verl.roles.build_rollout import choose_backend, make_sync, make_turns, share_weights, start_engines
+from verl.roles.build_rollout import (
+    choose_backend,
+    generating_peers,
+    make_sync,
+    make_turns,
+    share_weights,
+    start_engines,
+)
 from verl.roles.critic import Critic
 from verl.roles.folders import Folders, stop_tokens
 from verl.roles.judge import Judge
@@ -106,22 +113,33 @@ def build_roles(
     modelled = [
         place for role, place in placements.items() if role != "rollout" and (role != "reward" or folders.reward)
     ]
+    groups = builder.groups
     engines = start_engines(
-        config, rollout_spec, backend, placements["rollout"], modelled, folders.actor, model, run_dir, nodes, job
+        config,
+        rollout_spec,
+        backend,
+        placements["rollout"],
+        modelled,
+        folders.actor,
+        model,
+        run_dir,
+        nodes,
+        groups.get("rollout"),
+        job,
     )
     if engines.backend is not None:
         closing.callback(engines.backend.close)
-    groups = builder.groups
     actor = builder.actor(folders.actor)
     critic = builder.critic(folders.critic) if "critic" in placements else None
-    reference = builder.reference(folders.reference) if "reference" in placements else None
+    reference = builder.reference(folders.reference, actor) if "reference" in placements else None
     reward_engine = builder.engine("reward", folders.reward, Head.score) if folders.reward else None
     reward = Reward(
         placements["reward"], builder.here, reward_engine, groups.get("reward"), pool, tokenizer, config.reward
     )
     engines.wait_ready()
-    share_weights(engines, actor, job)
-    sync = make_sync(engines, actor, _boxes(actor), nodes, job)
+    boxes = _boxes(actor)
+    share_weights(engines, actor, boxes, job)
+    sync = make_sync(engines, actor, boxes, nodes, job)
     limit = config.data.max_response_length
     rollout = Rollout(
         placements["rollout"],
@@ -130,6 +148,7 @@ def build_roles(
         sync,
         engines.targets,
         make_turns(engines, placements["rollout"], modelled, groups.get("rollout"), job),
+        generating_peers(engines, placements["rollout"], job),
         engines.node_memory,
         config.trainer.seed,
         limit,
@@ -177,7 +196,13 @@ class _Builder:
         )
 
     def engine(
-        self, role: str, folder: Path, head: Head, optim: OptimConfig | None = None, steps: int = 0
+        self,
+        role: str,
+        folder: Path,
+        head: Head,
+        optim: OptimConfig | None = None,
+        steps: int = 0,
+        lora: LoraConfig | None = None,
     ) -> TrainEngine | None:
         if role not in self.groups:
             return None
@@ -203,11 +228,14 @@ class _Builder:
                 reshard_after_forward=model.reshard_after_forward,
                 activation_checkpointing=spec.hybrid_engine.activation_checkpointing,
                 offload_activations=spec.hybrid_engine.offload_activations,
+                offload_parameters=spec.hybrid_engine.offload_parameters,
+                offload_optimizer=spec.hybrid_engine.offload_optimizer,
                 virtual_stages=spec.parallelism.virtual_stages,
+                lora=lora if lora is not None and lora.rank else None,
             ),
             self.groups[role],
             self.here.job.device,
-            self.here.job.board.beat,
+            self.here.job.board,
         )
         if optim is not None:
             engine.add_optimizer(optim, steps)
@@ -216,7 +244,8 @@ class _Builder:
     def actor(self, folder: Path) -> Actor:
         config = self.config.actor
         schedule = self._schedule(config.ppo_mini_batch_size, config.ppo_epochs, config.loss_agg_mode)
-        engine = self.engine("actor", folder, Head.lm, config.optim, self.total_steps * schedule.optimizer_steps)
+        steps = self.total_steps * schedule.optimizer_steps
+        engine = self.engine("actor", folder, Head.lm, config.optim, steps, config.lora)
         groups, temperature = self.groups.get("actor"), self.config.rollout.temperature
         return Actor(self.placements["actor"], self.here, engine, groups, schedule, config, temperature)
 
@@ -225,14 +254,17 @@ class _Builder:
         mini_batch_size = config.ppo_mini_batch_size or actor.ppo_mini_batch_size
         schedule = self._schedule(mini_batch_size, config.ppo_epochs or actor.ppo_epochs, config.loss_agg_mode)
         steps = self.total_steps * schedule.optimizer_steps
-        engine = self.engine("critic", folder, Head.token_value, config.optim, steps)
+        engine = self.engine("critic", folder, Head.token_value, config.optim, steps, config.lora)
         return Critic(self.placements["critic"], self.here, engine, self.groups.get("critic"), schedule, config)
 
     def _schedule(self, mini_batch_size: int, epochs: int, mode: LossAggregation) -> Schedule:
         return Schedule(self.config.data.train_batch_size // mini_batch_size, epochs, self.config.rollout.n, mode)
 
-    def reference(self, folder: Path) -> Reference:
-        engine = self.engine("reference", folder, Head.lm)
+    def reference(self, folder: Path, actor: Actor) -> Reference:
+        if reference_is_actor(self.config, self.mesh, self.placements):
+            engine = actor.engine if actor.serves else None
+        else:
+            engine = self.engine("reference", folder, Head.lm)
         return Reference(
             self.placements["reference"],
             self.here,

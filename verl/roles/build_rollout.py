@@ -17,6 +17,7 @@ from verl.errors import MeshError
 from verl.flow.job import Job
 from verl.flow.placement import Groups, Placement, make_world_group
 from verl.generation.inprocess.engine import TorchEngine
+from verl.generation.inprocess.peers import Peers
 from verl.generation.replay import RecordingBackend, ReplayBackend
 from verl.generation.residency import Turns, sharing
 from verl.generation.types import Backend
@@ -27,10 +28,10 @@ from verl.generation.vllm.probe import Probe, probe
 from verl.mesh.spec import RolloutSpec
 from verl.model.load import parameter_shapes
 from verl.model.pieces import pieces
-from verl.reshard.boxes import node_domains, own_domains
+from verl.reshard.boxes import generation_domains, node_domains
 from verl.reshard.buckets import Buckets, cut_buckets
 from verl.reshard.execute import Target, WeightSync
-from verl.reshard.layout import Box, Domain, Shapes, Shards, whole
+from verl.reshard.layout import Box, Domain, Shapes, Shards
 from verl.roles.actor import Actor
 from verl.roles.role import torch_dtype
 
@@ -42,7 +43,7 @@ AnyBackend = TypeVar("AnyBackend", bound=Backend)
 
 @dataclass
 class Engines:
-    """What this rank has of the rollout: the replica that it leads and the memory that it writes."""
+    """What this rank has of the rollout: the replica that it leads or is a part of, and the memory that it writes."""
 
     backend: Backend | None = None
     sleeper: VllmEngine | None = None
@@ -53,6 +54,8 @@ class Engines:
     targets: dict[str, Target] = field(default_factory=dict)
     domains: list[Domain] = field(default_factory=list)
     buckets: Buckets = ()
+    on_host: bool = True
+    """The targets are in host memory."""
     node_memory: int = 0
     """Bytes that this rank has made for its node."""
     dtype: torch.dtype = torch.bfloat16
@@ -63,20 +66,14 @@ def choose_backend(config: PPOConfig, spec: RolloutSpec, placement: Placement, j
     if config.debug.replay_rollouts:
         return "replay"
     found = job.everywhere(probe(job.device.type))
-    return job.together(lambda: _choose(spec, placement, {rank: found[rank] for rank in placement.leaders}))
+    return job.together(lambda: _choose(spec, {rank: found[rank] for rank in placement.leaders}))
 
 
-def _choose(spec: RolloutSpec, placement: Placement, found: Mapping[int, Probe]) -> str:
+def _choose(spec: RolloutSpec, found: Mapping[int, Probe]) -> str:
     lacking = [rank for rank, installed in found.items() if not installed.usable]
     if spec.backend == "vllm" and lacking:
         raise MeshError(f"rollout.backend is vllm, but rank {lacking[0]} cannot run it. {found[lacking[0]].message}")
-    chosen = ("torch" if lacking else "vllm") if spec.backend == "auto" else spec.backend
-    if chosen == "torch" and placement.tp > 1:
-        raise MeshError(
-            f"rollout.tensor_parallel_size is {placement.tp}, and backend torch has no tensor parallelism yet: "
-            f"set it to 1 (the devices become {len(placement.ranks)} replicas), or use backend vllm."
-        )
-    return chosen
+    return ("torch" if lacking else "vllm") if spec.backend == "auto" else spec.backend
 
 
 def start_engines(
@@ -89,50 +86,61 @@ def start_engines(
     model: PretrainedConfig,
     run_dir: Path,
     nodes: list[str],
+    groups: Groups | None,
     job: Job,
 ) -> Engines:
-    """Starts this rank's replica, if it leads one; vLLM's starts while the trainers load, or before, where they share
-    a GPU.
+    """Starts this rank's replica, or its part of one; vLLM's, which the leader starts, does so while the trainers load,
+    or before, where they share a GPU.
 
-    `others`: the roles that have a model. `nodes`: of each rank.
+    `others`: the roles that have a model. `nodes`: of each rank. `groups`: the rollout's, on its ranks.
     """
     recorded = config.debug.replay_rollouts
     if recorded is not None:
-        return Engines(backend=_on_leaders(placement, job, lambda: ReplayBackend(Path(recorded))))
+        return Engines(backend=_on(placement.leaders, job, lambda: ReplayBackend(Path(recorded))))
     shapes = parameter_shapes(folder, model)
     buckets = cut_buckets(shapes, torch_dtype(spec.dtype).itemsize, config.rollout.reshard_bucket_mib << 20)
     if backend == "vllm":
         engines = _start_vllm(config, spec, placement, others, folder, shapes, buckets, run_dir, nodes, job)
     else:
-        engines = _start_torch(config, spec, placement, folder, shapes, job)
+        engines = _start_torch(config, spec, placement, folder, model, shapes, groups, job)
     engines.buckets, engines.dtype = buckets, torch_dtype(spec.dtype)
-    if config.debug.record_rollouts and engines.backend is not None:
+    if config.debug.record_rollouts and engines.backend is not None and job.rank in placement.leaders:
         engines.backend = RecordingBackend(engines.backend, Path(config.debug.record_rollouts), job.rank)
     return engines
 
 
-def _on_leaders(placement: Placement, job: Job, start: Callable[[], AnyBackend]) -> AnyBackend | None:
-    """`start()` on the ranks that lead a replica; what one of them refuses ends all ranks alike."""
-    return job.together(lambda: start() if job.rank in placement.leaders else None)
+def _on(ranks: Sequence[int], job: Job, start: Callable[[], AnyBackend]) -> AnyBackend | None:
+    """`start()` on these ranks; what one of them refuses ends all ranks alike."""
+    return job.together(lambda: start() if job.rank in ranks else None)
 
 
 def _start_torch(
-    config: PPOConfig, spec: RolloutSpec, placement: Placement, folder: Path, shapes: Shapes, job: Job
+    config: PPOConfig,
+    spec: RolloutSpec,
+    placement: Placement,
+    folder: Path,
+    model: PretrainedConfig,
+    shapes: Shapes,
+    groups: Groups | None,
+    job: Job,
 ) -> Engines:
-    """In the rank's own process; its domain is its own parameters."""
-    boxes = {name: whole(shape) for name, shape in shapes.items()}
-    engines = Engines(domains=own_domains(dict.fromkeys(placement.leaders, boxes)))
+    """In the ranks' own processes; a domain is a rank's own parameters, whole or its tensor-parallel part of them."""
 
     def start() -> TorchEngine:
         if config.rollout.cpu_threads is not None:
             torch.set_num_threads(config.rollout.cpu_threads)
         trust = config.model.trust_remote_code
-        return TorchEngine(str(folder), torch_dtype(spec.dtype), job.device, spec.max_num_seqs, trust, job.board.beat)
+        peers = None
+        if placement.tp > 1:
+            assert groups is not None
+            peers = Peers(groups.mesh.get_group("tp"))
+        return TorchEngine(
+            str(folder), torch_dtype(spec.dtype), job.device, spec.max_num_seqs, trust, job.board.beat, peers
+        )
 
-    engines.backend = backend = _on_leaders(placement, job, start)
-    if backend is not None:
-        engines.in_process = backend
-    return engines
+    engine = _on(placement.ranks, job, start)
+    domains = generation_domains(shapes, model, placement)
+    return Engines(engine, in_process=engine, domains=domains, on_host=job.device.type == "cpu")
 
 
 def _start_vllm(
@@ -168,7 +176,7 @@ def _start_vllm(
             engine.sleep()
         return engine
 
-    engine = _on_leaders(placement, job, start)
+    engine = _on(placement.leaders, job, start)
     if engine is not None:
         engines.backend, engines.sleeper, engines.wait_ready = engine, engine, engine.wait_ready
     return engines
@@ -227,12 +235,24 @@ def make_turns(
     return Turns(here, engines.sleeper, torch.cuda.empty_cache, barrier)
 
 
-def share_weights(engines: Engines, actor: Actor, job: Job) -> None:
-    """An engine in this process computes with the actor's own tensors where those are what it would get a copy of:
-    whole, of its dtype and on its device. The others are where the actor's weights go.
+def generating_peers(engines: Engines, placement: Placement, job: Job) -> list[int]:
+    """The other ranks of this rank's replica where they generate in their own processes, all at once."""
+    if engines.in_process is None:
+        return []
+    start = placement.ranks.index(job.rank) // placement.tp * placement.tp
+    return [rank for rank in placement.ranks[start : start + placement.tp] if rank != job.rank]
+
+
+def share_weights(engines: Engines, actor: Actor, boxes_here: Mapping[str, Box], job: Job) -> None:
+    """An engine in this process computes with the actor's own tensors where those are what it would get a copy of: the
+    same part of a parameter, of its dtype and on its device. The others are where the actor's weights go.
+
+    `boxes_here`: of the actor's shards on this rank.
     """
     if (engine := engines.in_process) is not None:
-        engine.adopt(actor.shards())
+        (wanted,) = (domain.boxes for domain in engines.domains if job.rank in domain.readers)
+        shards = actor.lasting_shards().items()
+        engine.adopt({name: tensor for name, tensor in shards if boxes_here[name] == wanted.get(name)})
         weights = {
             piece.name: parameter[piece.index]
             for name, parameter in engine.weights().items()
@@ -246,4 +266,6 @@ def make_sync(engines: Engines, actor: Actor, boxes_here: Mapping[str, Box], nod
     boxes = job.everywhere(dict(boxes_here))
     shards = Shards({rank: boxes[rank] for rank in actor.placement.ranks}, dict(enumerate(nodes)))
     group = make_world_group("weights", job.timeout)
-    return WeightSync(job.rank, shards, engines.domains, engines.buckets, engines.dtype, group, job.board)
+    return WeightSync(
+        job.rank, shards, engines.domains, engines.buckets, engines.dtype, group, job.board, engines.on_host
+    )

@@ -17,7 +17,7 @@ from verl.flow.job import Job
 from verl.flow.placement import Placement
 from verl.model.folder import local_folder
 from verl.model.heads import Head
-from verl.model.load import check_folder, positions, read_config
+from verl.model.load import check_adapters, check_folder, positions, read_config
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,23 @@ def check_models(config: PPOConfig, placements: dict[str, Placement], folders: F
                         _check_lengths(config, folder)
                 except UserError as error:
                     problems += [f"{setting if path else 'model.path'}: {problem}" for problem in error.problems]
+                else:
+                    problems += _adapter_problems(config, role, folder, head)
         if problems:
             raise UserError(*dict.fromkeys(problems))
 
     job.together(check)
+
+
+def _adapter_problems(config: PPOConfig, role: str, folder: Path, head: Head) -> list[str]:
+    lora = {"actor": config.actor.lora, "critic": config.critic.lora}.get(role)
+    if lora is None or not lora.rank:
+        return []
+    try:
+        check_adapters(folder, head, lora, config.model.trust_remote_code)
+    except UserError as error:
+        return [f"{role}.{problem}" for problem in error.problems]
+    return []
 
 
 def _check_lengths(config: PPOConfig, folder: Path) -> None:

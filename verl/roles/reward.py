@@ -100,8 +100,10 @@ class Reward(ModelRole):
         scores = torch.zeros(len(self.placement.outputs.rows(self.here.rank, responses.weight.size)))
         if self._pool is not None:
             scores = self._called(self._pool, prompts, responses)
-        if self.placement.tp > 1:
-            with self.in_step():
+        with self.in_step():
+            if self.placement.cp > 1:
+                dist.broadcast(scores, group=self.groups.context, group_src=0)
+            if self.placement.tp > 1:
                 dist.broadcast(scores, group=self.groups.mesh.get_group("tp"), group_src=0)
         return scores
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -31,25 +31,28 @@ class Rollout(Role):
         sync: WeightSync,
         targets: Mapping[str, Target],
         turns: Turns,
+        peers: Sequence[int],
         node_memory: int,
         seed: int,
         max_tokens: int,
         stop_token_ids: tuple[int, ...],
         ignore_eos: bool,
     ) -> None:
-        """`backend`: the replica that this rank leads, if any. `targets`: the memory that it writes, by domain.
-        `node_memory`: bytes of it that this rank has made for its node.
+        """`backend`: the replica that this rank leads, or is a part of. `targets`: the memory that it writes, by
+        domain. `peers`: the other ranks of that replica where all of them generate. `node_memory`: bytes of the memory
+        that this rank has made for its node.
         """
         super().__init__(placement, here)
         self._backend, self._sync, self._targets, self._turns = backend, sync, targets, turns
-        self._node_memory = node_memory
+        self._peers, self._node_memory = peers, node_memory
         self._seed, self._max_tokens, self._stop, self._ignore_eos = seed, max_tokens, stop_token_ids, ignore_eos
         self.version = 0
 
     def load(self, actor: Actor) -> None:
         """The actor's weights into every engine, each byte once into each memory that engines read."""
         self.version += 1
-        with self.stage("reshard"), self._turns.load():
+        with self.stage("reshard"):
+            self._turns.to_load()
             self._sync.run(actor.shards(), self._targets, self._backend)
             if self._backend is not None:
                 self._backend.commit(self.version)
@@ -64,16 +67,21 @@ class Rollout(Role):
         size = len(prompts.prompts) * n
         samples: list[Sample] = []
         rows = range(0)
-        with self.stage("gen"), self._turns.generate():
+        with self.stage("gen"):
+            self._turns.to_generate()
             if self._backend is not None:
-                rows = self.placement.outputs.rows(self.here.rank, size)
+                rows = self._replicas_rows(size)
                 drawn: dict[int, Sample] = {}
-                for sample in self._backend.generate(self._requests(prompts, rows, n, key), self._sampling(sampling)):
-                    drawn[sample.row] = sample
-                    self.here.job.board.beat()
-                    if on_sample is not None:
-                        on_sample(sample.row, size, prompts.prompts[sample.row // n], sample.token_ids)
+                requests = self._requests(prompts, rows, n, key)
+                with self.here.job.board.waiting(self._peers, "their part of the replica's tokens"):
+                    for sample in self._backend.generate(requests, self._sampling(sampling)):
+                        drawn[sample.row] = sample
+                        self.here.job.board.beat()
+                        if on_sample is not None and self.holds_rows:
+                            on_sample(sample.row, size, prompts.prompts[sample.row // n], sample.token_ids)
                 samples = [drawn.get(row, Sample(row, [], [], ended=True, version=self.version)) for row in rows]
+        with self.stage("reshard_back"):
+            self._turns.back_to_train()
         return self._responses(prompts, samples, rows, n, size)
 
     def load_metrics(self) -> Metrics:
@@ -91,6 +99,10 @@ class Rollout(Role):
     def close(self) -> None:
         if self._backend is not None:
             self._backend.close()
+
+    def _replicas_rows(self, size: int) -> range:
+        """Those of the replica that this rank is in. All of its ranks may generate; its leader has them afterwards."""
+        return self.placement.outputs.share(self.placement.coordinate(self.here.rank).dp, size)
 
     def _requests(self, prompts: PromptBatch, rows: range, n: int, key: str) -> list[Request]:
         return [

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.advice import job_of, models, shape
-from verl.advise.degrees import spanning, unsuitable
+from verl.advise.degrees import spanning, torn_copies, unsuitable
 from verl.advise.model import ModelShape
 from verl.model.heads import Head
 
@@ -71,6 +71,26 @@ def test_more_parts_of_stages_than_layers():
     )
 
 
+def test_a_copy_on_two_nodes_where_one_would_do():
+    text = """
+    actor:
+      devices: ["a:0-3", "b:0-3"]
+      parallelism:
+        fsdp_size: %s
+    critic: {devices: ["a:0", "b:0-2"], parallelism: {fsdp_size: 2, pipeline_parallel_size: 2}}
+    rollout: {devices: ["a:0"]}
+    """
+    assert list(torn_copies(job_of(text % 8))) == [
+        "mesh.yaml:6: critic.parallelism.fsdp_size: 2: a copy of the model lies on several nodes (a:0, b:0), between "
+        "which every layer is then gathered; list the 2 devices of each copy one after the other from one node, or set "
+        "fsdp_size to what a node has room for"
+    ]
+    for size in (1, 2, 4):
+        assert len(list(torn_copies(job_of(text.replace('"a:0", "b:0-2"', '"a:0-1", "b:0-1"') % size)))) == 0
+    crossed = text.replace('"a:0-3", "b:0-3"', '"a:0-1", "b:0-1", "a:2-3", "b:2-3"')
+    assert "mesh.yaml:5: actor.parallelism.fsdp_size: 4: " in next(torn_copies(job_of(crossed % 4)))
+
+
 def test_a_rollout_that_does_not_split():
     (message,) = told("actor: {devices: [0]}\nrollout:\n  devices: [0-3]\n  tensor_parallel_size: 4")
     assert message == (
@@ -127,3 +147,11 @@ def test_every_role_is_looked_at_and_one_that_follows_the_actor_is_not_told_twic
 def test_a_role_whose_model_is_not_known_is_left_alone():
     job = job_of("actor: {devices: [0-3], parallelism: {tensor_parallel_size: 4}}\nrollout: {devices: [0]}")
     assert list(unsuitable(job, {"critic": shape(head=Head.token_value)})) == []
+
+
+def test_rows_that_the_heads_cannot_be_shared_out_for():
+    (message,) = told("actor:\n  devices: [0-3]\n  parallelism:\n    context_parallel_size: 4\nrollout: {devices: [0]}")
+    assert message == (
+        "mesh.yaml:4: actor.parallelism.context_parallel_size: 4: does not go into the model's num_attention_heads 6 "
+        "and num_key_value_heads 2; set it to 1 or 2 or 6 (the model)"
+    )

@@ -73,6 +73,7 @@ def test_tokens_of_a_device():
     long = replace(config, actor=ActorConfig(ppo_mini_batch_size=8, max_tokens_per_micro_batch=100))
     assert tokens_of("actor", long, dp=2).micro_batch == 250  # raised to the longest sequence
     assert tokens_of("reference", config, dp=16).micro_batch == 1000  # 2 prompts x 2 x 250
+    assert replace(two, micro_batch=-(-two.micro_batch // 3)) == tokens_of("actor", config, dp=2, cp=3)
 
 
 def test_a_device_that_is_too_small():

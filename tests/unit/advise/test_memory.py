@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from tests.support.advice import shape
 from verl.advise import memory
+from verl.advise.activations import activations, layer_bytes, parts_under_way
 from verl.advise.memory import PROCESS_BYTES, Tokens
 from verl.advise.model import ModelShape, shape_of
 from verl.mesh.spec import Device, HybridEngine, Parallelism, RoleSpec, RolloutSpec
@@ -50,6 +51,24 @@ def test_fsdp_shards_rows_in_ceil_chunks():
     assert trained(model, role(3)).stays["parameters"] == 4 * by_hand > 4 * model.num_elements // 3
 
 
+def test_each_copy_is_sharded_by_itself():
+    model, spec = shape(), role(4)
+    spec = replace(spec, parallelism=replace(spec.parallelism, fsdp_size=2))
+    assert trained(model, spec).stays == trained(model, role(2)).stays
+
+
+def test_what_is_offloaded_does_not_stay():
+    model, many = shape(), replace(TOKENS, accumulates=True)
+    plain = trained(model, role(2)).stays
+    assert trained(model, replace(role(2), hybrid_engine=HybridEngine(offload_optimizer=True))).stays == {
+        "parameters": plain["parameters"]
+    }
+    away = replace(role(2), hybrid_engine=HybridEngine(offload_parameters=True, offload_optimizer=True))
+    assert trained(model, away).stays == {}
+    assert trained(model, away, many).at_work["gradients"] == 4 * model.num_elements  # until the last micro-batch
+    assert "parameters" not in memory.frozen(model, model.split(away, 2), 0, 2, TOKENS, away, reshards=True).stays
+
+
 def test_gradients_that_wait_for_their_micro_batches_are_whole():
     model, many = shape(), replace(TOKENS, accumulates=True)
     assert trained(model, role(4), many).at_work["gradients"] == 4 * model.num_elements
@@ -86,13 +105,19 @@ def test_the_shards_of_all_devices_are_the_model_at_least(dp: int, tp: int, pp: 
 # -- activations -----------------------------------------------------------------------------------------------------
 
 
-def kept_by_autograd(kind: str, num_layers: int) -> int:
-    """Bytes of all storages that autograd saves in the forward pass of a decoder, without its parameters."""
-    config = AutoConfig.for_model(
+def config_of(kind: str, num_layers: int) -> PretrainedConfig:
+    return AutoConfig.for_model(
         kind, hidden_size=64, intermediate_size=176, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
         num_hidden_layers=num_layers, vocab_size=100,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+
+
+def kept_by_autograd(config: PretrainedConfig, attention: str, dtype: torch.dtype, packed: bool) -> int:
+    """Bytes of all storages that autograd saves in the forward pass of a decoder, without its parameters.
+
+    `packed`: the row has two sequences, so that there is a mask.
+    """
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -102,19 +127,35 @@ def kept_by_autograd(kind: str, num_layers: int) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ids = torch.zeros(1, 128, dtype=torch.int64)
-        model.base_model(input_ids=ids, position_ids=torch.arange(128)[None], use_cache=False)
+        positions = torch.arange(128)[None] % (64 if packed else 128)
+        model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
     return sum(storage.nbytes() for key, storage in saved.items() if key not in own)
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("llama", 0.01), ("qwen2", 0.01), ("qwen3", 0.02), ("mistral", 0.01)])
-def test_a_layer_keeps_what_autograd_keeps(kind: str, tolerance: float):
-    measured = (kept_by_autograd(kind, 3) - kept_by_autograd(kind, 1)) / 2 / 128
-    config = AutoConfig.for_model(
-        kind, hidden_size=64, intermediate_size=176, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
-        num_hidden_layers=1, vocab_size=100,
-    )  # fmt: skip
-    reckoned = memory.layer_bytes(shape_of(config, kind), 2, TOKENS)
-    assert reckoned == pytest.approx(measured, rel=tolerance)
+@pytest.mark.parametrize(
+    ("kind", "attention", "packed", "dtype"),
+    [
+        ("llama", "flash_attention_2", False, torch.bfloat16),
+        ("llama", "flash_attention_2", False, torch.float32),
+        ("llama", "sdpa", True, torch.bfloat16),
+        ("llama", "eager", True, torch.bfloat16),
+        ("llama", "eager", True, torch.float32),
+        ("qwen2", "flash_attention_2", False, torch.bfloat16),
+        ("qwen3", "flash_attention_2", False, torch.bfloat16),
+        ("mistral", "flash_attention_2", False, torch.bfloat16),
+        ("gemma2", "eager", True, torch.bfloat16),
+        ("gemma2", "eager", True, torch.float32),
+        ("gemma3_text", "flash_attention_2", False, torch.bfloat16),
+        ("gemma3_text", "sdpa", True, torch.bfloat16),
+    ],
+)
+def test_a_layer_keeps_what_autograd_keeps(kind: str, attention: str, packed: bool, dtype: torch.dtype):
+    """Without a mask, SDPA keeps what flash attention does."""
+    kernel = "eager" if attention == "eager" else "sdpa"
+    three, one = (kept_by_autograd(config_of(kind, number), kernel, dtype, packed) for number in (3, 1))
+    tokens = replace(TOKENS, longest=128, attention=attention)
+    reckoned = layer_bytes(shape_of(config_of(kind, 1), kind), dtype.itemsize, tokens)
+    assert reckoned == pytest.approx((three - one) / 2 / 128, rel=0.02)
 
 
 def test_llama_7b_by_the_published_shape_of_a_layer():
@@ -122,43 +163,57 @@ def test_llama_7b_by_the_published_shape_of_a_layer():
     model = replace(
         shape(), hidden_size=4096, intermediate_size=11008, num_heads=32, num_kv_heads=32, head_dim=128, normed=2 * 4096
     )
-    assert memory.layer_bytes(model, 2, TOKENS) == 20 * 4096 + 4 * 4096 + 8 * 11008 + 4 * 32
+    assert layer_bytes(model, 2, TOKENS) == 20 * 4096 + 4 * 4096 + 8 * 11008 + 4 * 32
 
 
 def test_checkpointing_keeps_a_layers_input_alone():
     model = shape()
     split = model.split(role(), 1)
     everything, checkpointed = (
-        memory.activations(
-            model, memory.held(model, split, 0), split, 0, 2, TOKENS, HybridEngine(activation_checkpointing=on), 1
-        )
-        for on in (False, True)
+        activations(model, 3, split, 0, 2, TOKENS, HybridEngine(activation_checkpointing=on), 1) for on in (False, True)
     )
-    layer, inputs = 64 * memory.layer_bytes(model, 2, TOKENS), 64 * 48 * 2
-    assert everything == 3 * layer + 6 * inputs
-    assert checkpointed == 3 * inputs + layer + 6 * inputs
+    layer, inputs = 64 * layer_bytes(model, 2, TOKENS), 64 * 48 * 2
+    last = 64 * 48 * (4 + 2 + 2)  # the last norm and the head's input
+    assert everything == 3 * layer + last
+    assert checkpointed == 3 * inputs + layer + last
 
 
 def test_activations_on_the_host_leave_two_layers():
     model = shape()
     part = memory.held(model, model.split(role(), 1), 0)
     hybrid = HybridEngine(offload_activations=True)
-    on_device = memory.activations(model, part, model.split(role(), 1), 0, 2, TOKENS, hybrid, 1)
-    assert on_device == 3 * 64 * memory.layer_bytes(model, 2, TOKENS)
+    on_device = activations(model, part.layers, model.split(role(), 1), 0, 2, TOKENS, hybrid, 1)
+    assert on_device == 3 * 64 * layer_bytes(model, 2, TOKENS)
 
 
 @pytest.mark.parametrize(("stage", "under_way"), [(0, 4), (1, 3), (2, 2), (3, 1)])
 def test_an_early_stage_has_more_micro_batches_under_way(stage: int, under_way: int):
     """1F1B: stage s of p holds p - s (Narayanan et al. 2021)."""
-    assert memory.parts_under_way(stage, 4, 1) == under_way
+    assert parts_under_way(stage, 4, 1) == under_way
 
 
 def test_attention_without_flash_keeps_more():
     model = shape()
     flash, sdpa, eager = (
-        memory.layer_bytes(model, 2, replace(TOKENS, attention=kind)) for kind in ("flash_attention_2", "sdpa", "eager")
+        layer_bytes(model, 2, replace(TOKENS, attention=kind)) for kind in ("flash_attention_2", "sdpa", "eager")
     )
-    assert sdpa - flash == 2 * 32 and eager - flash == 6 * 6 * 32
+    repeated = 2 * (6 - 2) * 8 * 2  # keys and values, which two heads have for six
+    assert sdpa - flash == repeated + 2 * 32 and eager - flash == repeated + 6 * 6 * 32
+
+
+def test_tensor_parallel_ranks_have_the_inputs_of_attention_and_mlp_whole():
+    model = shape()
+    alone, half = (layer_bytes(model, 2, TOKENS, tp) for tp in (1, 2))
+    inputs = 2 * 48 * 2
+    assert half - inputs == (alone - inputs) // 2
+
+
+def test_a_stage_keeps_what_it_received_and_sent():
+    model, many = shape(), replace(TOKENS, accumulates=True)
+    split = model.split(role(3, pp=3), 1)
+    first, middle, last = (activations(model, 1, split, stage, 2, many, HybridEngine(), 1) for stage in range(3))
+    layer, states, head = 64 * layer_bytes(model, 2, TOKENS), 64 * 48 * 2, 64 * 48 * (4 + 2 + 2)
+    assert (first, middle, last) == (3 * (layer + states), 2 * (layer + 2 * states), layer + states + head)
 
 
 # -- the rest --------------------------------------------------------------------------------------------------------
@@ -171,14 +226,14 @@ def test_the_value_head_has_no_logits():
 
 def test_a_frozen_role_holds_its_parameters_in_its_dtype():
     model = shape()
-    need = memory.frozen(model, model.split(role(2), 2), 0, 2, TOKENS, reshards=True)
+    need = memory.frozen(model, model.split(role(2), 2), 0, 2, TOKENS, role(2), reshards=True)
     assert need.stays == {"parameters": 2 * memory.held(model, model.split(role(2), 2), 0).sharded}
     assert "gradients" not in need.at_work
 
 
 def test_a_model_that_stays_gathered():
     model = shape()
-    need = memory.frozen(model, model.split(role(2), 2), 0, 2, TOKENS, reshards=False)
+    need = memory.frozen(model, model.split(role(2), 2), 0, 2, TOKENS, role(2), reshards=False)
     assert need.at_work["gathered layers"] == 2 * model.num_elements
 
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support.advice import job_of
-from verl.advise.picture import as_text, draw
+from verl.advise.picture import LEGEND, as_text, draw
 from verl.advise.svg import as_svg
 from verl.config import AdvantageEstimator, AlgorithmConfig, PPOConfig
 
@@ -31,7 +31,7 @@ reference   p0t0  p0t1  .     .       p1t0  p1t1  .     .
 reward      .     .     .     whole   .     .     .     .
 rollout     .     .     .     .       .     .     t0    t1
 
-p: pipeline stage, d: data-parallel index, t: tensor-parallel index, r: replica of the rollout
+p: pipeline stage, d, c, t: data-, context- and tensor-parallel index, r: replica of the rollout
 actor      pp 2 x dp 1 x tp 2, FSDP 1: nothing to shard over, each device holds its whole 1/4 of the model
 critic     pp 1 x dp 1 x tp 1, no FSDP: each device holds the whole model
 reference  pp 2 x dp 1 x tp 2, FSDP 1: nothing to shard over, each device holds its whole 1/4 of the model; not in the \
@@ -76,6 +76,14 @@ def test_data_parallel_ranks_and_replicas():
     assert "actor      pp 1 x dp 2 x tp 1, FSDP 2" in lines
 
 
+def test_copies_of_a_model():
+    text = "actor: {devices: [0-7], parallelism: {fsdp_size: 2, tensor_parallel_size: 2}}\nrollout: {devices: [0]}"
+    lines = list(as_text(draw(job_of(text)), 80))
+    assert "actor      pp 1 x dp 4 x tp 2, 2 copies of FSDP 2" in lines
+    lines = list(as_text(draw(job_of(text.replace("fsdp_size: 2", "fsdp_size: 1"))), 200))
+    assert any("4 copies of FSDP 1: nothing to shard over, each device holds its whole 1/2" in line for line in lines)
+
+
 def test_a_reward_function_is_beside_the_leaders():
     lines = list(as_text(draw(job_of("actor: {devices: [0]}\nrollout: {devices: [1-2], tensor_parallel_size: 2}")), 80))
     assert "reward      .     whole ." in lines
@@ -86,9 +94,7 @@ def test_a_reward_function_is_beside_the_leaders():
 def test_lines_are_no_wider_than_the_terminal(width: int):
     text = 'actor: {devices: ["n1:0-7", "n2:0-7", "n3:0-7"]}\nrollout: {devices: ["n1:0"]}'
     lines = list(as_text(draw(job_of(text)), width))
-    grid = lines[
-        : lines.index("p: pipeline stage, d: data-parallel index, t: tensor-parallel index, r: replica of the rollout")
-    ]
+    grid = lines[: lines.index(LEGEND)]
     one_node = len("reference") + 3 + 8 * (len("whole") + 1) - 1
     assert max(map(len, grid)) <= max(width, one_node)
 

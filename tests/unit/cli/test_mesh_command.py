@@ -137,7 +137,14 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(out)
     assert said["ok"] and said["problems"] == [] and len(said["warnings"]) == 1
     assert said["nodes"] == {"node1": 3, "node2": 3}
-    assert said["roles"]["actor"] == {"devices": ["node1:0", "node1:1"], "pp": 1, "dp": 1, "tp": 2}
+    assert said["roles"]["actor"] == {
+        "devices": ["node1:0", "node1:1"],
+        "pp": 1,
+        "dp": 1,
+        "cp": 1,
+        "copies": 1,
+        "tp": 2,
+    }
     (actor,) = [entry for entry in said["memory"] if "actor" in entry["roles"]]
     assert actor["devices"] == ["node1:0", "node1:1"]
     stays = sum(sum(role["stays"].values()) for role in actor["roles"].values()) + actor["cuda_and_nccl"]

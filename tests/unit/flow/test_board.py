@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
 
 from tests.support.jobs import wait_until
 from verl.flow import board as board_module
-from verl.flow.board import Board, Entry
+from verl.flow.board import Board
+from verl.flow.signs import Entry, Signs
 
 LIMIT = 100.0
 
@@ -35,8 +37,16 @@ class Rig:
         self.board = Board(0, 4, None, LIMIT)
         self.pulse = 0
 
-    def write(self, rank: int, beat: int, waits_for: tuple[int, ...] = (), pulse: int | None = None) -> None:
-        entry = Entry(self.pulse if pulse is None else pulse, beat, self.clock.now, "a stage", waits_for)
+    def write(
+        self,
+        rank: int,
+        beat: int,
+        waits_for: tuple[int, ...] = (),
+        pulse: int | None = None,
+        stage: str = "a stage",
+        turn: int = 0,
+    ) -> None:
+        entry = Entry(self.pulse if pulse is None else pulse, beat, self.clock.now, stage, waits_for, turn)
         self.store.set(f"board/{rank}", entry.dump())
 
     def fault(self) -> str | None:
@@ -103,6 +113,41 @@ def test_ranks_that_wait_for_each_other_are_named(rig: Rig) -> None:
     assert faults == [None, None, "ranks 0, 1, 2 wait for each other, and none of them has moved"]
 
 
+def test_those_who_wait_for_ranks_that_wait_for_each_other_are_not_among_them(rig: Rig) -> None:
+    """Rank 1 gets its micro-batches from rank 2, which computes with rank 3."""
+    with rig.board.waiting([1], "rows"):
+        for _ in range(3):
+            rig.write(1, 5, waits_for=(2,))
+            rig.write(2, 5, waits_for=(3,))
+            rig.write(3, 5, waits_for=(2,))
+            fault = rig.fault()
+            rig.later(0.6 * LIMIT)
+    assert fault == "rank 0 waits, and ranks 2, 3 wait for each other, and none of them has moved"
+
+
+@pytest.mark.parametrize(
+    ("stages", "turns", "fault"),
+    [
+        (("update", "update"), (4, 5), "rank 0 waits, and rank 2 has shown no sign of life"),
+        (("update: backward", "update: forward"), (9, 8), "rank 0 waits, and rank 3 has shown no sign of life"),
+        (("update", "update"), (5, 5), "rank 0 waits, and ranks 2, 3 wait for each other, and none of them has moved"),
+        (("update", "update"), (0, 5), "rank 0 waits, and ranks 2, 3 wait for each other, and none of them has moved"),
+        (("update", "values"), (4, 5), "rank 0 waits, and ranks 2, 3 wait for each other, and none of them has moved"),
+    ],
+    ids=["one is behind", "the other is behind", "both in one part", "one has begun none", "in different stages"],
+)
+def test_of_ranks_that_wait_for_each_other_the_one_behind_is_blamed(
+    stages: tuple[str, str], turns: tuple[int, int], fault: str, rig: Rig
+) -> None:
+    with rig.board.waiting([2], "a micro-batch"):
+        for _ in range(3):
+            rig.write(2, 5, (3,), stage=stages[0], turn=turns[0])
+            rig.write(3, 5, (2,), stage=stages[1], turn=turns[1])
+            found = rig.fault()
+            rig.later(0.6 * LIMIT)
+    assert found == fault
+
+
 def test_a_process_that_is_stopped_while_it_waits_is_blamed(rig: Rig) -> None:
     """Rank 1 waits for rank 0 as far as its last line says; it has stopped writing."""
     with rig.board.waiting([1], "rows"):
@@ -143,10 +188,55 @@ def test_a_rank_blames_itself_when_it_waits_for_nobody(rig: Rig) -> None:
 def test_a_wait_inside_a_stage_gives_the_stage_back(rig: Rig) -> None:
     rig.board.at("values")
     with rig.board.waiting([1, 2], "rows"):
-        assert rig.board._entry.stage == "values: waits for rows from rank 1, 2"
+        assert rig.board.entry.stage == "values: waits for rows from rank 1, 2"
         with rig.board.waiting([], "nobody"):
-            assert rig.board._entry.waits_for == (1, 2)
-    assert (rig.board._entry.stage, rig.board._entry.waits_for) == ("values", ())
+            assert rig.board.entry.waits_for == (1, 2)
+    assert (rig.board.entry.stage, rig.board.entry.waits_for) == ("values", ())
+
+
+def test_a_part_of_a_wait_says_what_is_done_and_a_turn_stays_until_the_next_stage(rig: Rig) -> None:
+    board = rig.board
+    board.at("update")
+    with board.waiting([1, 2], "the others' part"):
+        with board.doing("forward of micro-batch 1", [2], turn=7):
+            assert (board.entry.stage, board.entry.waits_for, board.entry.turn) == (
+                "update: forward of micro-batch 1", (2,), 7,
+            )  # fmt: skip
+        assert board.entry.stage == "update: waits for the others' part from rank 1, 2"
+        with board.waiting([1], "the backward of micro-batch 1"):
+            assert board.entry.stage == "update: waits for the backward of micro-batch 1 from rank 1"
+            assert (board.entry.waits_for, board.entry.turn) == ((1,), 7)
+    board.at("reshard")
+    assert (board.entry.stage, board.entry.waits_for, board.entry.turn) == ("reshard", (), 0)
+
+
+def test_a_line_is_read_as_it_was_written() -> None:
+    entry = Entry(3, 4, 5.5, "a stage", (1, 2), 6)
+    assert Entry.load(entry.dump().encode()) == entry
+
+
+def test_the_main_thread_says_what_the_one_that_it_waits_for_says(rig: Rig) -> None:
+    aside = Signs(0)
+    aside.at("writes step_4")
+    rig.board.at("save_checkpoint")
+    said: list[tuple[str, tuple[int, ...]]] = []
+    beats: list[int] = []
+
+    def look(_: float) -> bool:
+        """Three looks: the thread works, then waits, and then is still there."""
+        said.append((rig.board.entry.stage, rig.board.entry.waits_for))
+        beats.append(rig.board.entry.beat)
+        if len(said) == 2:
+            waits.enter_context(aside.waiting([3], "its shards"))
+        return len(said) == 5
+
+    with ExitStack() as waits:
+        rig.board.follow(aside, look)
+    working = ("save_checkpoint: writes step_4", ())
+    waiting = ("save_checkpoint: writes step_4: waits for its shards from rank 3", (3,))
+    assert said == [("save_checkpoint", ()), working, waiting, waiting, waiting]
+    assert beats[2] == beats[3] == beats[4], "the main thread shows no life that the other one does not"
+    assert rig.board.entry.stage == "save_checkpoint"
 
 
 class Store:

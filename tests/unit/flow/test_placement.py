@@ -33,21 +33,39 @@ def test_a_rollout_is_spoken_to_by_the_first_rank_of_each_replica() -> None:
     assert rollout.leaders == (4, 2)
 
 
+def test_context_parallel_ranks_have_the_same_rows() -> None:
+    place = Placement("actor", (7, 3, 5, 1, 0, 2, 4, 6), tp=2, cp=2)
+    assert (place.dp, place.spread) == (2, 4)
+    assert place.inputs.groups == place.outputs.groups == ((7, 3, 5, 1), (0, 2, 4, 6))
+    assert place.leaders == (7, 0)
+    assert place.coordinate(4) == Coordinate(pp=0, dp=1, cp=1, tp=0)
+
+
 @given(
-    tp=st.integers(1, 4), pp=st.integers(1, 3), dp=st.integers(1, 4), order=st.randoms(use_true_random=False)
+    tp=st.integers(1, 4), pp=st.integers(1, 3), dp=st.integers(1, 4), cp=st.integers(1, 3),
+    order=st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_each_coordinate_is_taken_once(tp: int, pp: int, dp: int, order: object) -> None:
-    ranks = list(range(tp * pp * dp))
+def test_each_coordinate_is_taken_once(tp: int, pp: int, dp: int, cp: int, order: object) -> None:
+    ranks = list(range(tp * pp * dp * cp))
     order.shuffle(ranks)  # type: ignore[attr-defined]
-    place = Placement("actor", tuple(ranks), tp, pp)
+    place = Placement("actor", tuple(ranks), tp, pp, cp=cp)
     assert place.dp == dp
     at = [place.coordinate(rank) for rank in ranks]
-    assert at == [Coordinate(*c) for c in itertools.product(range(pp), range(dp), range(tp))]
-    # tensor-parallel peers are neighbours in the list, then data-parallel ones, then stages
+    places = itertools.product(range(pp), range(dp), range(cp), range(tp))
+    assert at == [Coordinate(p, d, t, c) for p, d, c, t in places]
+    # tensor-parallel peers are neighbours in the list, then context- and data-parallel ones, then stages
     for rank in ranks:
         c = place.coordinate(rank)
         assert rank in place.inputs.groups[c.dp]
         assert (rank in place.outputs.ranks) == (c.pp == pp - 1)
+
+
+def test_copies_of_a_model() -> None:
+    place = Placement("actor", tuple(range(24)), tp=2, pp=2, fsdp_size=3)
+    assert (place.dp, place.copies) == (6, 2)
+    assert Placement("actor", tuple(range(24)), tp=2, pp=2).copies == 1
+    with pytest.raises(AssertionError):
+        Placement("actor", tuple(range(24)), tp=2, pp=2, fsdp_size=4)
 
 
 @given(st.integers(1, 6), st.integers(1, 5))

@@ -90,11 +90,12 @@ def run_step(rollout: Placement, others: list[Placement], device: Device) -> Non
         for _ in range(2):
             time.sleep(0.01 * (number % 3))
             device.note("train", number)
-            with turns.load():
-                device.note("load", number)
+            turns.to_load()
+            device.note("load", number)
             for _ in range(2):
-                with turns.generate():
-                    device.note("generate", number)
+                turns.to_generate()
+                device.note("generate", number)
+                turns.back_to_train()
         device.note("train", number)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in ranks]

@@ -9,13 +9,18 @@ GOOD = "rollout: {devices: [0]}\n"
 """Completes a mesh whose lines above are looked at."""
 
 ROLES = "(roles: actor, critic, reference, reward, rollout)"
-PARALLELISM_KEYS = "(keys: fsdp, tensor_parallel_size, pipeline_parallel_size, virtual_stages, hybrid_engine)"
+PARALLELISM = (
+    "fsdp, fsdp_size, tensor_parallel_size, pipeline_parallel_size, context_parallel_size, virtual_stages, "
+    "hybrid_engine"
+)
+LEARNING = "activation_checkpointing, offload_activations, offload_parameters, offload_optimizer"
 ROLLOUT_KEYS = (
     "(keys: devices, backend, tensor_parallel_size, max_num_seqs, enable_prefix_caching, dtype, engine_kwargs)"
 )
 NUMBER = "needs a whole number from 1 to 1000000"
 FORMS = 'an index (0), a range (0-3) or either of a node ("node1:0", "node1:0-3")'
 DEVICE = f"write {FORMS}"
+SHARD = "set fsdp: true (with fsdp_size: 1 each data-parallel rank holds a copy), or list fewer devices"
 REPLICAS = "take it out: a replica of the rollout is tensor_parallel_size devices, and further devices are replicas"
 
 
@@ -219,8 +224,8 @@ MALFORMED = [
     ),
     (
         actor("devices: [0-1]\nparallelism: {fsdp: false}"),
-        "mesh.yaml:3: actor.parallelism.fsdp: false needs a data-parallel degree of 1, and 2 devices / "
-        "(tensor_parallel_size 1 x pipeline_parallel_size 1) is 2; set fsdp: true, or list fewer devices",
+        "mesh.yaml:3: actor.parallelism.fsdp: false needs a data-parallel degree of 1, where 2 devices / "
+        f"(tensor_parallel_size 1 x pipeline_parallel_size 1) is 2; {SHARD}",
     ),
     # keys, types and degrees
     (
@@ -235,8 +240,7 @@ MALFORMED = [
     (actor("devices: [0]\nfsdp: true"), "mesh.yaml:3: actor.fsdp: unknown key; write it under parallelism"),
     (
         actor("devices: [0]\nparallelism: 2"),
-        "mesh.yaml:3: actor.parallelism: needs keys and values (fsdp, tensor_parallel_size, "
-        "pipeline_parallel_size, virtual_stages, hybrid_engine), got 2",
+        f"mesh.yaml:3: actor.parallelism: needs keys and values ({PARALLELISM}), got 2",
     ),
     (
         actor("devices: [0]\nparallelism: {virtual_stages: 2}"),
@@ -285,9 +289,71 @@ MALFORMED = [
     ),
     (
         actor("devices: [0, 1, 2, 3]\nparallelism:\n  tensor_parallel_size: 2\n  fsdp: false"),
-        "mesh.yaml:5: actor.parallelism.fsdp: false needs a data-parallel degree of 1, and 4 devices / "
-        "(tensor_parallel_size 2 x pipeline_parallel_size 1) is 2; set fsdp: true, or list fewer devices",
+        "mesh.yaml:5: actor.parallelism.fsdp: false needs a data-parallel degree of 1, where 4 devices / "
+        f"(tensor_parallel_size 2 x pipeline_parallel_size 1) is 2; {SHARD}",
     ),
+    (
+        actor("devices: [0, 1]\ncontext_parallel_size: 2"),
+        "mesh.yaml:3: actor.context_parallel_size: unknown key; write it under parallelism",
+    ),
+    (
+        actor("devices: [0, 1]\nparallelism: {ulysses_sequence_parallel_size: 2}"),
+        "mesh.yaml:3: actor.parallelism.ulysses_sequence_parallel_size: unknown key; write context_parallel_size",
+    ),
+    (
+        actor("devices: [0, 1]\nparallelism: {context_parallel_size: 0}"),
+        f"mesh.yaml:3: actor.parallelism.context_parallel_size: {NUMBER}, got 0",
+    ),
+    (
+        actor("devices: [0-5]\nparallelism: {context_parallel_size: 4}"),
+        "mesh.yaml:1: actor: 6 devices / (tensor_parallel_size 1 x pipeline_parallel_size 1 x context_parallel_size 4) "
+        "is not whole; list a multiple of 4 devices, or lower the sizes",
+    ),
+    (
+        actor("devices: [0, 1]\nparallelism:\n  context_parallel_size: 2\n  fsdp: false"),
+        "mesh.yaml:5: actor.parallelism.fsdp: false needs context_parallel_size 1, where it is 2: ranks that share "
+        "rows out share parameters out, too; set fsdp: true (with fsdp_size: 1 each of them holds a copy)",
+    ),
+    (
+        actor("devices: [0-3]\nparallelism: {context_parallel_size: 2, fsdp_size: 3}"),
+        "mesh.yaml:3: actor.parallelism.fsdp_size: 3 does not divide the 4 ranks of data and context parallelism; set "
+        "it to 1, 2 or 4, or take it out for one copy of the model",
+    ),
+    (
+        rollout("devices: [0, 1]\ncontext_parallel_size: 2"),
+        "mesh.yaml:3: rollout.context_parallel_size: unknown key; take it out: an engine has a sequence whole on each "
+        "of its devices",
+    ),
+    (
+        actor("devices: [0-4]\nparallelism: {tensor_parallel_size: 2, fsdp: false}"),
+        "mesh.yaml:1: actor: 5 devices / (tensor_parallel_size 2 x pipeline_parallel_size 1) is not whole; list a "
+        "multiple of 2 devices, or lower the sizes",
+    ),
+    (
+        actor("devices: [0-15]\nparallelism:\n  tensor_parallel_size: 2\n  fsdp_size: 3"),
+        "mesh.yaml:5: actor.parallelism.fsdp_size: 3 does not divide the data-parallel degree 8 (16 devices / "
+        "(tensor_parallel_size 2 x pipeline_parallel_size 1)); set it to 1, 2, 4 or 8, or take it out for one copy of "
+        "the model",
+    ),
+    (
+        actor("devices: [0]\nparallelism: {fsdp_size: 2}"),
+        "mesh.yaml:3: actor.parallelism.fsdp_size: 2 does not divide the data-parallel degree 1 (1 device / "
+        "(tensor_parallel_size 1 x pipeline_parallel_size 1)); set it to 1, or take it out for one copy of the model",
+    ),
+    (
+        actor("devices: [0]\nparallelism: {fsdp: false, fsdp_size: 2}"),
+        "mesh.yaml:3: actor.parallelism.fsdp_size: a copy of the model is to be spread over 2, and fsdp: false spreads "
+        "nothing; set fsdp: true, or take fsdp_size out",
+    ),
+    (
+        actor("devices: [0-1]\nparallelism: {fsdp_size: 0}"),
+        f"mesh.yaml:3: actor.parallelism.fsdp_size: {NUMBER}, got 0",
+    ),
+    (
+        actor("devices: [0-1]\nparallelism: {fsdp_size: -1}"),
+        f"mesh.yaml:3: actor.parallelism.fsdp_size: {NUMBER}, got -1",
+    ),
+    (actor("devices: [0-1]\nfsdp_size: 2"), "mesh.yaml:3: actor.fsdp_size: unknown key; write it under parallelism"),
     (
         actor("devices: [0]\ndtype: bf16"),
         'mesh.yaml:3: actor.dtype: needs bfloat16, float16 or float32, got "bf16"; did you mean "bfloat16"?',
@@ -296,13 +362,11 @@ MALFORMED = [
     # hybrid engine
     (
         actor("devices: [0]\nhybrid_engine: true"),
-        "mesh.yaml:3: actor.hybrid_engine: needs keys and values (enable, "
-        "activation_checkpointing, offload_activations), got true",
+        f"mesh.yaml:3: actor.hybrid_engine: needs keys and values (enable, {LEARNING}), got true",
     ),
     (
         actor("devices: [0]\nhybrid_engine: {enabled: true}"),
-        'mesh.yaml:3: actor.hybrid_engine.enabled: unknown key; did you mean "enable"? (keys: '
-        "enable, activation_checkpointing, offload_activations)",
+        f'mesh.yaml:3: actor.hybrid_engine.enabled: unknown key; did you mean "enable"? (keys: enable, {LEARNING})',
     ),
     (
         actor("devices: [0]\nhybrid_engine: {enable: true}\nparallelism: {hybrid_engine: {enable: true}}"),
@@ -314,8 +378,17 @@ MALFORMED = [
         "mesh.yaml:4: critic.hybrid_engine.enable: unknown key; only the actor's weights are resharded for the rollout",
     ),
     (
-        actor("devices: [0]") + "reward: {devices: [0], hybrid_engine: {}}",
-        "mesh.yaml:4: reward.hybrid_engine: unknown key; only actor and critic are trained and take it",
+        actor("devices: [0]") + "reward: {devices: [0], hybrid_engine: {offload_optimizer: true}}",
+        "mesh.yaml:4: reward.hybrid_engine.offload_optimizer: unknown key; only actor and critic learn and take it",
+    ),
+    (
+        actor("devices: [0]") + "reference: {devices: [0], hybrid_engine: {offload: true}}",
+        'mesh.yaml:4: reference.hybrid_engine.offload: unknown key; did you mean "offload_parameters"? (keys: '
+        "offload_parameters)",
+    ),
+    (
+        actor("devices: [0]\nhybrid_engine: {offload_parameters: cpu}"),
+        'mesh.yaml:3: actor.hybrid_engine.offload_parameters: needs true or false, got "cpu"',
     ),
     # rollout
     (

@@ -32,8 +32,11 @@ KEYS = (
     "dtype",
     "hybrid_engine",
     "fsdp",
+    "fsdp_size",
+    "offload_parameters",
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "context_parallel_size",
     "virtual_stages",
     "backend",
     "max_num_seqs",
@@ -84,7 +87,7 @@ def check(text: str, overrides: tuple[str, ...] = ()) -> MeshSpec | None:
         assert isinstance(entry, RolloutSpec) == (role == "rollout")
         assert entry.everywhere == (not entry.devices)
         if not entry.everywhere:
-            size = entry.tensor_parallel_size * entry.pipeline_parallel_size
+            size = entry.tensor_parallel_size * entry.pipeline_parallel_size * entry.context_parallel_size
             assert len(set(entry.devices)) == len(entry.devices) == entry.data_parallel_size * size
     assert len({device.node is None for entry in spec.roles.values() for device in entry.devices}) <= 1
     return spec
@@ -163,7 +166,9 @@ class _Dumper(yaml.SafeDumper):
     """Puts quotes around text that looks like a number with an exponent, as PyYAML does around what it takes for one."""
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9_]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9_]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 @given(

@@ -117,6 +117,22 @@ def test_hybrid_engine_may_stand_under_parallelism():
     assert parse(below, "m").roles["actor"].hybrid_engine.activation_checkpointing
 
 
+def test_copies_and_offloading():
+    text = """
+    actor:
+      devices: [0-7]
+      parallelism: {fsdp_size: 2, tensor_parallel_size: 2}
+      hybrid_engine: {offload_parameters: true, offload_optimizer: true}
+    reward: {devices: [0], hybrid_engine: {offload_parameters: true}}
+    rollout: {devices: [0]}
+    """
+    actor, reward, _ = parse(text, "mesh.yaml").roles.values()
+    assert (actor.parallelism.fsdp_size, actor.data_parallel_size) == (2, 4)
+    assert actor.hybrid_engine == HybridEngine(offload_parameters=True, offload_optimizer=True)
+    assert reward.hybrid_engine == HybridEngine(offload_parameters=True)
+    assert reward.parallelism.fsdp_size is None
+
+
 def test_anchors_aliases_and_merge_keys():
     text = """
     actor: &all {devices: &both [0, 1], dtype: float32}

@@ -104,15 +104,19 @@ def test_all_is_checked_once_its_devices_are_counted():
 critic:
   devices: all
   parallelism: {fsdp: false}
+reference: {devices: all, parallelism: {fsdp_size: 4}}
 rollout: {devices: all, tensor_parallel_size: 4}
 """
     assert refusal(parse(text, "mesh.yaml"), job(("box", 6))) == (
         "mesh.yaml:1: actor.devices: all is 6 devices here, and 6 devices / (tensor_parallel_size 2 x "
         "pipeline_parallel_size 2) is not whole; list a multiple of 4 devices, or change the sizes\n"
         "mesh.yaml:3: critic.devices: all is 6 devices here, and parallelism.fsdp: false needs a data-parallel degree "
-        "of 1, where 6 devices / (tensor_parallel_size 1 x pipeline_parallel_size 1) is 6; set fsdp: true, or list "
-        "fewer devices\n"
-        "mesh.yaml:5: rollout.devices: all is 6 devices here, and 6 devices / tensor_parallel_size 4 is not whole; "
+        "of 1, where 6 devices / (tensor_parallel_size 1 x pipeline_parallel_size 1) is 6; set fsdp: true (with "
+        "fsdp_size: 1 each data-parallel rank holds a copy), or list fewer devices\n"
+        "mesh.yaml:5: reference.devices: all is 6 devices here, and parallelism.fsdp_size: 4 does not divide the "
+        "data-parallel degree 6 (6 devices / (tensor_parallel_size 1 x pipeline_parallel_size 1)); set it to 1, 2, 3 "
+        "or 6, or take it out for one copy of the model\n"
+        "mesh.yaml:6: rollout.devices: all is 6 devices here, and 6 devices / tensor_parallel_size 4 is not whole; "
         "list a multiple of 4 devices, or change the sizes"
     )
 

@@ -36,6 +36,7 @@ from verl.model.load import (
     attention,
     hf_parameters,
     load_shards,
+    materialise,
     meta_model,
     parameter_shapes,
     positions,
@@ -54,6 +55,14 @@ def rewritten(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]]
     change(tensors)
     save_file(tensors, file, {"format": "pt"})
     return to
+
+
+def test_parameters_in_host_memory_leave_the_buffers_on_the_device(folder: Folder) -> None:
+    """The meta device stands for a GPU."""
+    model = meta_model(read_config(folder("llama"), False), Head.lm, torch.float32, "sdpa", 8, False)
+    materialise(model, torch.device("meta"), host_parameters=True)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -167,3 +167,21 @@ def test_a_dummy_has_tokens_and_no_output(time: int) -> None:
 def test_a_response_without_a_prompt_is_refused() -> None:
     with pytest.raises(AssertionError, match="predicted at a prompt's last one"):
         Sequences.responses([torch.empty(0, dtype=torch.int64)], [torch.tensor([5])])
+
+
+@given(pairs(), st.integers(1, 40), CAPACITY, st.integers(1, 5))
+def test_parts_of_the_time_are_the_whole_with_every_output_in_one_of_them(
+    made: list[tuple[list[int], list[int]]], max_tokens: int, capacity: int | None, parts: int
+) -> None:
+    """Each output is read at the token before its target, also where that is the last one of a part."""
+    rows = sequences(made, "responses")
+    for planned in plan_micro_batches(rows.lengths, range(len(made)), max_tokens, capacity, parts):
+        batch = pack(rows, planned, parts)
+        split = [batch.part(index, parts) for index in range(parts)]
+        assert torch.equal(torch.cat([part.input_ids for part in split], 1), batch.input_ids)
+        assert torch.equal(torch.cat([part.position_ids for part in split], 1), batch.position_ids)
+        assert sorted(int(at) for part in split for at in part.tokens) == list(range(len(batch.select)))
+        for part in split:
+            for place, target, at in zip(part.select, part.targets, part.tokens, strict=True):
+                assert part.input_ids.flatten()[place] == batch.input_ids.flatten()[batch.select[at]]
+                assert target == batch.targets[at]

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from scripts.make_tiny_model import CONFIGS
-from verl.parallel.support import TENSOR_PARALLEL, unsupported
+from verl.parallel.support import CONTEXT_PARALLEL, TENSOR_PARALLEL, unsupported
 
 
 def tiny(architecture: str, **settings: Any) -> PreTrainedConfig:
@@ -96,3 +96,49 @@ def test_everything_is_said_at_once() -> None:
         "parallelism.tensor_parallel_size",
         "parallelism.pipeline_parallel_size",
     ]
+
+
+@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+def test_the_tested_families_share_rows_out(architecture: str) -> None:
+    config = tiny(architecture)
+    assert config.model_type in CONTEXT_PARALLEL
+    assert [unsupported(config, 1, pp, cp) for pp, cp in ((1, 1), (1, 2), (2, 4), (4, 8))] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "tp", "cp", "remedy"),
+    [
+        (9, 3, 1, 2, "1 or 3 or 9"),  # SmolLM2-135M
+        (8, 4, 1, 16, "1 or 2 or 4 or 8"),
+        (8, 4, 2, 8, "1 or 2 or 4"),  # four heads on each tensor-parallel rank
+        (12, 6, 1, 4, "1 or 2 or 3 or 6 or 12"),  # four ranks have neither whole key heads nor parts of one
+        (8, 1, 4, 4, "1 or 2"),
+    ],
+)
+def test_ranks_that_the_heads_do_not_go_round(heads: int, key_heads: int, tp: int, cp: int, remedy: str) -> None:
+    config = tiny("llama", num_attention_heads=heads, num_key_value_heads=key_heads, hidden_size=8 * heads)
+    (message,) = unsupported(config, tp, 1, cp)
+    of_rank = f" of a tensor-parallel rank (1/{tp})" if tp > 1 else ""
+    assert message == (
+        f"parallelism.context_parallel_size: {cp}: does not go into the model's num_attention_heads {heads} and "
+        f"num_key_value_heads {key_heads}{of_rank}; set it to {remedy}"
+    )
+    for size in map(int, remedy.split(" or ")):
+        assert unsupported(config, tp, 1, size) == []
+
+
+def test_rows_are_shared_out_of_tested_models_only() -> None:
+    (message,) = unsupported(CohereConfig(), 1, 1, 2)
+    assert message.startswith("parallelism.context_parallel_size: 2: not tested with model_type cohere, but with llama")
+    assert message.endswith("; set it to 1")
+
+
+def test_embeddings_that_look_at_all_positions_see_a_part_of_them() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    (message,) = unsupported(tiny("llama", rope_parameters=rope), 1, 1, 2)
+    assert message == (
+        "parallelism.context_parallel_size: 2: rotary embeddings of rope_type dynamic change with the longest sequence "
+        "of a batch, of which a rank sees a part; set it to 1"
+    )
+    linear = tiny("llama", rope_parameters=rope | {"rope_type": "linear"})
+    assert unsupported(linear, 1, 1, 2) == []

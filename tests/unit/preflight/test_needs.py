@@ -102,6 +102,34 @@ def test_on_a_cpu_the_training_state_is_too() -> None:
     assert node2.wanted == "12.5 GiB: actor 7.5 GiB, reference 1.9 GiB, weights under way 381 MiB, vLLM 2.9 GiB"
 
 
+def test_what_is_offloaded_is_in_the_nodes_memory() -> None:
+    """Of a billion parameters: 8 bytes of moments in two copies, 16 of all that learns, 2 of what is frozen."""
+    away = parse_value(
+        {
+            "actor": {
+                "devices": ["node1:0-1", "node2:0-1"],
+                "parallelism": {"fsdp_size": 2},
+                "hybrid_engine": {"offload_optimizer": True},
+            },
+            "critic": {"devices": ["node1:2"], "hybrid_engine": {"offload_parameters": True}},
+            "reference": {"devices": ["node2:2"], "hybrid_engine": {"offload_parameters": True}},
+            "rollout": {"devices": ["node2:3"], "backend": "torch"},
+        },
+        "test",
+    )
+    node1, node2 = shortages(facts(replace(ROOMY, free=GIB)), PPOConfig(), away)
+    assert node1.wanted == "22.4 GiB: actor 7.5 GiB, critic 14.9 GiB"
+    assert node2.wanted == "9.3 GiB: actor 7.5 GiB, reference 1.9 GiB"
+
+
+def test_adapters_leave_the_model_frozen_and_need_no_reference() -> None:
+    config = PPOConfig()
+    config.actor.lora.rank = config.critic.lora.rank = 8
+    node1, node2 = shortages(facts(replace(ROOMY, free=GIB), **ON_CPU), config, mesh())
+    assert node1.wanted == "3.7 GiB: actor 1.9 GiB, critic 1.9 GiB"
+    assert "reference" not in node2.wanted
+
+
 def test_roles_that_are_not_built_need_nothing() -> None:
     config = PPOConfig()
     config.algorithm.adv_estimator = AdvantageEstimator.grpo

@@ -32,12 +32,16 @@ def fake_job(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def real_boxes(config: PretrainedConfig, sizes: tuple[int, int, int], rank: int) -> dict[str, Box]:
+def real_boxes(config: PretrainedConfig, sizes: tuple[int, int, int], copies: int, rank: int) -> dict[str, Box]:
     """What rank `rank` of a (pp, dp, tp) mesh gets from `parallelize`. In a process of its own, since torch remembers
     meshes, and who it was in them.
     """
-    with fake_job(rank, sizes[0] * sizes[1] * sizes[2]):
-        mesh = DeviceMesh("cpu", torch.arange(sizes[0] * sizes[1] * sizes[2]).view(sizes), mesh_dim_names=AXES)
+    pp, dp, tp = sizes
+    ranks, names = torch.arange(pp * dp * tp).view(pp, copies, dp // copies, tp), AXES
+    if copies == 1:
+        ranks, names = ranks[:, 0], ("pp", "shards", "tp")
+    with fake_job(rank, pp * dp * tp):
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
         model = meta(config)
         parallelize(model, mesh, ParallelPlan(torch.float32, False, False))
         return {name: tuple((s.start, s.stop) for s in local_box(p)) for name, p in hf_parameters(model)}
@@ -50,19 +54,31 @@ def meta(config: PretrainedConfig) -> HeadedModel:
 SIZES = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 8, 1), (1, 1, 2), (1, 2, 2), (1, 3, 2), (1, 1, 4), (1, 2, 4)]
 
 
+CASES = [
+    *(("qwen3", sizes, 1) for sizes in SIZES),
+    ("qwen2", (1, 2, 2), 1),
+    ("llama", (1, 2, 4), 1),
+    ("qwen3", (1, 6, 1), 2),
+    ("qwen3", (1, 4, 2), 2),
+    ("llama", (1, 2, 2), 2),
+]
+
+
 @pytest.mark.parametrize(
-    "architecture, sizes",
-    [*(("qwen3", sizes) for sizes in SIZES), ("qwen2", (1, 2, 2)), ("llama", (1, 2, 4))],
-    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
+    "architecture, sizes, copies",
+    CASES,
+    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )
-def test_boxes_are_those_of_the_split_model(architecture: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
+def test_boxes_are_those_of_the_split_model(
+    architecture: str, sizes: tuple[int, int, int], copies: int, tmp_path: Path
+) -> None:
     config = read_config(make_tiny_model(tmp_path, architecture, num_layers=2), trust_remote_code=False)
     shapes = {name: tuple(p.shape) for name, p in hf_parameters(meta(config))}
-    split = Split(*sizes, tp_dims=tensor_parallel_dims(shapes, config, sizes[2]))
+    split = Split(*sizes, tp_dims=tensor_parallel_dims(shapes, config, sizes[2]), copies=copies)
     world = sizes[0] * sizes[1] * sizes[2]
     boxes = training_boxes(shapes, split, range(world))
     for rank in {0, world // 2, world - 1}:
-        (real,) = run_ranks(1, real_boxes, config, sizes, rank)
+        (real,) = run_ranks(1, real_boxes, config, sizes, copies, rank)
         assert real.keys() == boxes[rank].keys()
         wrong = {n: (boxes[rank][n], box) for n, box in real.items() if not _same(boxes[rank][n], box)}
         assert not wrong
@@ -85,6 +101,16 @@ def test_stages_and_replicas() -> None:
     boxes = training_boxes(shapes, split, [5, 6, 7, 8])
     assert [sorted(boxes[rank]) for rank in (5, 6, 7, 8)] == [["embed", "first"]] * 2 + [["embed", "last", "norm"]] * 2
     assert boxes[8]["last"] == whole((4, 4))
+
+
+def test_copies_are_on_neighbouring_ranks() -> None:
+    boxes = training_boxes({"w": (4, 2)}, Split(dp=4, copies=2), [7, 5, 1, 3])
+    assert {rank: box["w"] for rank, box in boxes.items()} == {
+        7: ((0, 2), (0, 2)),
+        5: ((2, 4), (0, 2)),
+        1: ((0, 2), (0, 2)),
+        3: ((2, 4), (0, 2)),
+    }
 
 
 def test_a_nodes_memory_is_written_by_all_of_its_ranks_and_read_by_its_leaders() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.reshard.test_reshard_plan import ITEMSIZE, SHAPES, WORLD, Layout, layouts
 from verl.reshard.buckets import cut_buckets, largest_bucket
-from verl.reshard.layout import contiguous, whole, within
-from verl.reshard.plan import lags
-from verl.reshard.schedule import make_steps
+from verl.reshard.layout import Box, Domain, Shards, contiguous, volume, whole, within
+from verl.reshard.plan import lags, plan
+from verl.reshard.schedule import Step, make_steps
 
 NAMES = [
     "model.embed_tokens.weight",
@@ -52,31 +53,87 @@ def test_buckets_are_filled() -> None:
 
 @given(layouts(), st.integers(1, 80))
 def test_all_ranks_steps_together_are_the_plan(layout: Layout, limit: int) -> None:
-    """Both ends of a message list it in the same step and round, in the same order among those of the pair."""
+    """Both ends of a message list it in the same step and round, and know it by the same tag."""
     buckets, transfers = cut_buckets(SHAPES, ITEMSIZE, limit), layout.plan()
-    lag = lags(layout.shards, layout.domains)
-    steps = [make_steps(rank, transfers, layout.domains, buckets, lag) for rank in range(WORLD)]
+    steps = all_steps(layout, limit)
     assert len({len(own) for own in steps}) == 1
     copied, sent, received = [], [], []
     for rank, own in enumerate(steps):
         for number, step in enumerate(own):
             assert step.filled == steps[0][number].filled
-            copied += step.copies
+            copied += [copy.transfer for copy in step.copies]
             for turn, messages in enumerate(step.rounds):
                 for m in messages:
-                    (sent if m.src == rank else received).append((number, turn, m.src, m.dst, m.domain, m.transfers))
+                    assert (m.content is None) == (m.dst == rank)
+                    (sent if m.src == rank else received).append(
+                        (number, turn, m.src, m.dst, m.tag, m.domain, m.transfers)
+                    )
                     for t in m.transfers:
                         assert (t.src, t.dst, t.domain, t.round) == (m.src, m.dst, m.domain, turn)
                         assert t.name in buckets[step.filled[m.domain]]
-            for t in step.copies:
-                assert t.name in buckets[step.filled[t.domain]]
+            for copy in step.copies:
+                assert copy.transfer.name in buckets[step.filled[copy.transfer.domain]]
     assert Counter(copied) == Counter(t for t in transfers if t.src == t.dst)
     assert Counter(t for *_, parts in sent for t in parts) == Counter(t for t in transfers if t.src != t.dst)
-    for pair in {(m[2], m[3]) for m in sent}:
-        assert [m for m in sent if m[2:4] == pair] == [m for m in received if m[2:4] == pair]
+    assert Counter(sent) == Counter(received)
+    assert len({m[2:5] for m in sent}) == len(sent), "a pair uses a tag once"
     for domain in layout.domains:
         filled = [step.filled[domain.name] for step in steps[0] if domain.name in step.filled]
         assert filled == list(range(len(buckets)))
+
+
+def all_steps(layout: Layout, limit: int) -> list[list[Step]]:
+    """Of every rank."""
+    buckets, lag = cut_buckets(SHAPES, ITEMSIZE, limit), lags(layout.shards, layout.domains)
+    return [make_steps(rank, layout.plan(), layout.shards, layout.domains, buckets, lag) for rank in range(WORLD)]
+
+
+@given(layouts(), st.integers(1, 80))
+def test_what_may_go_before_its_step_needs_nothing_that_the_step_waits_for(layout: Layout, limit: int) -> None:
+    """Sent early: only own shards, which do not change. Received early: only what no engine reads meanwhile."""
+    slots = {domain.name: domain.slots for domain in layout.domains}
+    for rank, steps in enumerate(all_steps(layout, limit)):
+        for m in (m for step in steps for turn in step.rounds for m in turn if m.early):
+            if m.src == rank:
+                assert all(t.origin is None for t in m.transfers)
+            else:
+                assert slots[m.domain] is None
+
+
+@given(layouts(), st.integers(1, 80))
+def test_places_are_the_transfers_boxes_in_the_tensors_that_a_rank_has(layout: Layout, limit: int) -> None:
+    boxes = {domain.name: domain.boxes for domain in layout.domains}
+    for rank, steps in enumerate(all_steps(layout, limit)):
+        for message in (m for step in steps for turn in step.rounds for m in turn):
+            for t, place in zip(message.transfers, message.places, strict=True):
+                domain = t.origin if message.src == rank else t.domain
+                outer = layout.shards.boxes[rank][t.name] if domain is None else boxes[domain][t.name]
+                elements = numbered(SHAPES[t.name])
+                assert (place.name, place.domain) == (t.name, domain)
+                assert (elements[slices(outer)][place.index] == elements[slices(t.box)]).all()
+
+
+def numbered(shape: tuple[int, ...]) -> np.ndarray:
+    return np.arange(prod(shape)).reshape(shape)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*side) for side in box)
+
+
+@given(layouts(), st.integers(1, 80), st.booleans())
+def test_the_memory_that_a_step_needs_is_what_its_messages_hold(layout: Layout, limit: int, in_place: bool) -> None:
+    """What is sent once to several ranks counts once, and what is read where another rank of the node has packed it
+    does not. Nothing here is large enough to be received in place.
+    """
+    nodes = layout.shards.node_of
+    for rank, steps in enumerate(all_steps(layout, limit)):
+        for step in steps:
+            messages = [m for turn in step.rounds for m in turn]
+            far = [m for m in messages if m.dst == rank and nodes[m.src] != nodes[rank]]
+            received = sum(volume(t.box) for m in far for t in m.transfers)
+            sent = {tuple((t.name, t.box, t.origin) for t in m.transfers) for m in messages if m.src == rank}
+            assert step.staged(in_place) == received + sum(volume(box) for parts in sent for _, box, _ in parts)
 
 
 boxes = st.lists(
@@ -94,13 +151,30 @@ def test_contiguous_is_what_torch_says(sides: list[tuple[int, int, int]]) -> Non
     assert contiguous(box, whole(shape)) == view.is_contiguous()
 
 
-@pytest.mark.parametrize("rows", [1, 1 << 15])
-def test_a_large_part_is_a_message_of_its_own(rows: int) -> None:
-    from verl.reshard.layout import Domain, Shards
-    from verl.reshard.plan import plan
+@pytest.mark.parametrize("rows", [1, 1 << 19])
+def test_a_large_part_from_another_node_is_a_message_of_its_own(rows: int) -> None:
+    (sent, sends), (received, receives) = messages_of_three(rows, {0: "a", 1: "b"})
+    assert sent == received == ([3] if rows == 1 else [1, 1, 1])
+    assert sends == (3 * rows, 3 * rows)
+    assert receives == (3 * rows if rows == 1 else 0, 3 * rows)
 
+
+@pytest.mark.parametrize("rows", [1, 1 << 19])
+def test_within_a_node_there_is_one_message_and_its_receiver_needs_no_memory(rows: int) -> None:
+    assert messages_of_three(rows, {0: "a", 1: "a"}) == [([3], (3 * rows, 3 * rows)), ([3], (0, 0))]
+
+
+def messages_of_three(rows: int, nodes: dict[int, str]) -> list[tuple[list[int], tuple[int, int]]]:
+    """Three parameters from rank 0 to 1: parts in each message, and elements of memory with and without receiving in
+    place; of both ranks.
+    """
     shapes = {f"w{i}": (rows, 1) for i in range(3)}
     everything = {name: whole(shape) for name, shape in shapes.items()}
-    shards, domains = Shards({0: everything}, {0: "a", 1: "a"}), [Domain("rank 1", (1,), (1,), everything)]
-    (step,) = make_steps(0, plan(shards, domains, 2), domains, (tuple(shapes),), {"rank 1": 0})
-    assert [len(m.transfers) for m in step.rounds[0]] == ([3] if rows == 1 else [1, 1, 1])
+    shards, domains = Shards({0: everything}, nodes), [Domain("rank 1", (1,), (1,), everything)]
+    lag = lags(shards, domains)
+    found = []
+    for rank in (0, 1):
+        steps = make_steps(rank, plan(shards, domains, 2), shards, domains, (tuple(shapes),), lag)
+        (step,) = (step for step in steps if step.rounds)
+        found.append(([len(m.transfers) for m in step.rounds[0]], (step.staged(True), step.staged(False))))
+    return found

@@ -7,10 +7,23 @@ that its M bytes split without a rest.
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 
-from verl.reshard.boxes import Split, boxes_at, coordinate, own_domains, training_boxes
+from scripts.make_tiny_model import make_tiny_model
+from verl.flow.placement import Placement
+from verl.flow.regroup import generation_order
+from verl.model.load import read_config
+from verl.reshard.boxes import (
+    Split,
+    boxes_at,
+    coordinate,
+    generation_domains,
+    own_domains,
+    tensor_parallel_dims,
+    training_boxes,
+)
 from verl.reshard.hybrid import Hybrid
 from verl.reshard.layout import Domain, Shards, intersect, volume, whole
 from verl.reshard.plan import PlannedBytes, plan, planned_bytes
@@ -45,6 +58,26 @@ def test_the_papers_groups() -> None:
     hybrid, ranks = Hybrid(split(1, 4, 2), pg=1, tg=2), range(1, 9)
     assert hybrid.tensor_parallel_groups(ranks) == [(1, 3), (2, 4), (5, 7), (6, 8)]
     assert hybrid.micro_groups(ranks) == [(1, 2), (3, 4), (5, 6), (7, 8)]
+
+
+def test_a_runs_rollout_is_grouped_so(tmp_path: Path) -> None:
+    """On the actor's ranks with the torch backend: the same ranks hold the same boxes."""
+    config = read_config(make_tiny_model(tmp_path, num_layers=4), trust_remote_code=False)
+    shapes = {"model.embed_tokens.weight": (320, 64), "model.norm.weight": (64,)}
+    for layer in range(4):
+        shapes[f"model.layers.{layer}.self_attn.k_proj.weight"] = (128, 64)
+        shapes[f"model.layers.{layer}.mlp.down_proj.weight"] = (64, 128)
+    stages = {name: (int(name.split(".")[2]) // 2,) for name in shapes if "layers" in name}
+    ranks = (5, 4, 9, 8, 1, 0, 3, 2)
+    training = Split(2, 1, 4, tensor_parallel_dims(shapes, config, 4), stages)
+    order = generation_order(Placement("actor", ranks, tp=4, pp=2), 2)
+    made = generation_domains(shapes, config, Placement("rollout", order, tp=2, leaders_only=True))
+    wanted = Hybrid(training, pg=1, tg=2).domains(shapes, ranks)
+    assert {d.readers: d.boxes for d in made} == {d.readers: d.boxes for d in wanted}
+    held = training_boxes(shapes, training, ranks)
+    for domain in made:
+        for name, box in held[domain.readers[0]].items():
+            assert intersect(box, domain.boxes[name]) == box, "what a rank trains, it generates with"
 
 
 @pytest.mark.parametrize("p, t, d, pg, tg", CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -185,6 +186,29 @@ def test_what_is_passed_on_has_come_a_round_or_a_bucket_before(layout: Layout) -
 def test_the_plan_is_the_same_whatever_the_order_of_the_ranks_boxes(layout: Layout) -> None:
     turned = Shards(dict(reversed(layout.shards.boxes.items())), layout.shards.node_of)
     assert plan(turned, layout.domains, ITEMSIZE) == layout.plan()
+
+
+@given(layouts())
+def test_a_plan_is_made_once_for_the_same_layouts(layout: Layout) -> None:
+    """Layouts that are equal, but not the same objects."""
+    again = Layout(
+        Shards({rank: dict(boxes) for rank, boxes in layout.shards.boxes.items()}, dict(layout.shards.node_of)),
+        tuple(Domain(d.name, d.members, d.readers, dict(d.boxes), d.slots) for d in layout.domains),
+    )
+    assert again.plan() is layout.plan()
+    other = plan(layout.shards, layout.domains, 2 * ITEMSIZE)
+    assert [t.size for t in other] == [2 * t.size for t in layout.plan()]
+
+
+def test_planning_leaves_the_collector_as_it_was() -> None:
+    layout = Layout(Shards({0: {"a": ((0, 4),)}}, {0: "a"}), (Domain("rank 0", (0,), (0,), {"a": ((0, 4),)}),))
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            plan(layout.shards, layout.domains, 1 + enabled)
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
 
 
 @given(layouts())

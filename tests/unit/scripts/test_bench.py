@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.bench import common, generation, overlap, ppo_step, reshard, runs, training
+from scripts.bench import checkpoint, common, generation, layouts, memory, overlap, ppo_step, reshard, runs, training
 from scripts.bench.common import Table, by_turns, figure, ratio
 from scripts.bench.critical_path import NEEDS, critical_path
 from scripts.make_tiny_model import make_tiny_model
@@ -23,7 +23,7 @@ from verl.config import PPOConfig
 from verl.mesh.spec import MeshSpec
 from verl.monitor.stages import Span
 
-BENCHMARKS = (training, generation, reshard, overlap, ppo_step)
+BENCHMARKS = (training, generation, reshard, overlap, ppo_step, memory, checkpoint, layouts)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +152,52 @@ def test_no_spans_are_no_time() -> None:
     assert critical_path({0: [], 1: []}) == 0.0
 
 
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "count", "share"), [(2, 1, 8, 1 / 9), (4, 1, 8, 3 / 11), (2, 2, 8, 1 / 17), (4, 2, 4, 3 / 11)]
+)
+def test_the_bubble_of_an_even_pipeline(stages: int, virtual: int, count: int, share: float) -> None:
+    """Counted in the figures of arXiv:2104.04473: idle slots of all slots."""
+    assert layouts.bubble(layouts.Layout("a pipeline", pp=stages, virtual=virtual), count) == pytest.approx(share)
+
+
+def test_a_layout_s_row_is_its_tokens_by_the_cpu_time_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    work = layouts.make_work(8, vocab_size=100)
+    assert work.num_tokens == 8 * 128 and len(work.micro_batches()) == 2
+    chosen = [layouts.Layout("FSDP 2", dp=2), layouts.Layout("PP 1000", pp=1000)]
+    costs = {
+        layouts.PLAIN: [layouts.Cost(2.0, None, 2)],
+        "FSDP 2": [layouts.Cost(s, None, 2) for s in (4.0, 2.5, 1.0)],
+        "PP 1000": [layouts.Cost(4.0, 0.5, 2)],
+    }
+    (speeds,) = layouts.tables(work, chosen, costs)  # no machine has a core for each of that many ranks
+    assert [list(row) for row in speeds.rows] == [
+        [layouts.PLAIN, "1", "512", "1.00"],
+        ["FSDP 2", "2", "410", "0.80"],
+        ["PP 1000", "1000", "256", "0.50"],
+    ]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_save_costs_is_held_against_a_blocking_one() -> None:
+    found = checkpoint.Figures(
+        step=[1.0, 1.2, 1.1], blocking=[4.0, 5.0, 9.0], blocked=[0.2, 0.4, 0.3], lost=[0.5, -0.1, 0.25],
+        written=[6.0, 7.0, 8.0], size=1_600_000_000,
+    )  # fmt: skip
+    table = checkpoint.table_of(found, num_ranks=2)
+    assert [list(row) for row in table.rows] == [
+        ["blocking: the step waits", "5", "100%", ""],
+        ["in the background: the step waits", "0.3", "6%", "10% met"],
+        ["the next steps lose, together", "0.25", "5%", ""],
+        ["until it is published", "7", "140%", ""],
+    ]
+    assert "1600 MB" in table.title
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +284,9 @@ def test_a_model_that_is_not_there_is_named(benchmark: ModuleType, out: Path) ->
         (overlap, ["--ranks", "3"]),
         (ppo_step, ["--steps", "1"]),
         (ppo_step, ["--case", "other"]),
+        (memory, ["--mesh", "other"]),
+        (checkpoint, ["--ranks", "0"]),
+        (layouts, ["--layouts", "PP 3"]),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

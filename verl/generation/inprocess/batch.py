@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from verl.generation.inprocess.attention import DecodeKV, PromptKV
 from verl.generation.inprocess.cache import KVCache
+from verl.generation.inprocess.peers import Peers
 from verl.generation.inprocess.sampler import draw, uniform
 from verl.generation.types import Request, Sample, Sampling
 
@@ -45,8 +46,9 @@ class Batch:
     `decode` reads the newest token of each sequence and draws the next. Samples of one prompt share its prefill.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, sampling: Sampling) -> None:
+    def __init__(self, model: PreTrainedModel, cache: KVCache, sampling: Sampling, peers: Peers | None = None) -> None:
         self._model = model
+        self._peers = peers
         self._cache = cache
         self._sampling = sampling
         self._stop_token_ids = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)
@@ -85,7 +87,7 @@ class Batch:
         self._cache.reserve(max(positions) + 1)
         logits = self._logits([sequence.newest for sequence in self._running], positions)
         uniforms = [uniform(sequence.request.seed, len(sequence.token_ids)) for sequence in self._running]
-        drawn = draw(logits, self._sampling, uniforms)
+        drawn = self._draw(logits, uniforms)
         finished = []
         for slot, (token_id, logprob) in enumerate(zip(*(column.tolist() for column in drawn), strict=True)):
             sequence = self._running[slot]
@@ -102,6 +104,12 @@ class Batch:
         for slot in reversed(finished):  # from the back, so that the last sequence is always one that goes on
             self._remove(slot)
         return samples
+
+    def _draw(self, logits: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
+        """ids [B] and log-probs [B]. `logits`: this rank's part of the vocabulary's."""
+        if self._peers is None:
+            return draw(logits, self._sampling, uniforms)
+        return self._peers.draw(logits, lambda whole: draw(whole, self._sampling, uniforms))
 
     def _remove(self, slot: int) -> None:
         """Closes the gap with the last sequence."""
@@ -129,7 +137,7 @@ class Batch:
 
     @torch.no_grad()
     def _logits(self, ids: list[int], positions: list[int]) -> Tensor:
-        """[B, V] for one token each of the running sequences."""
+        """[B, V] for one token each of the running sequences; on a rank with peers its part of V."""
         column = self._tensor(positions)
         kv = DecodeKV(self._cache, column, longest=max(positions) + 1)
         output = self._model(input_ids=self._tensor(ids)[:, None], position_ids=column[:, None], use_cache=False, kv=kv)

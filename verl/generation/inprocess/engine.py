@@ -13,12 +13,13 @@ from verl.errors import UserError
 from verl.generation.inprocess.batch import Batch
 from verl.generation.inprocess.cache import KVCache
 from verl.generation.inprocess.model import build_model, longest_sequence
+from verl.generation.inprocess.peers import Peers
 from verl.generation.types import Request, Sample, Sampling
 from verl.model.pieces import pieces
 
 
 class TorchEngine:
-    """A rollout replica on one device; see `verl.generation.types.Backend`.
+    """A rollout replica, or one rank's part of it; see `verl.generation.types.Backend`.
 
     Its weights come by `weights()` and `commit()` alone. The KV cache lives as long as one call of `generate`, so that
     between calls the device holds nothing but the weights.
@@ -32,6 +33,8 @@ class TorchEngine:
         max_num_seqs: sequences generated at once.
         trust_remote_code: run Python code that comes with the model.
         on_progress: called after each forward pass and for each finished sample; a sign of life.
+        peers: the ranks of a replica that is split over several. All of them make it together, and call `generate`
+            together, with the same requests; each gets all samples.
     """
 
     def __init__(
@@ -42,24 +45,29 @@ class TorchEngine:
         max_num_seqs: int,
         trust_remote_code: bool,
         on_progress: Callable[[], None],
+        peers: Peers | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise UserError(f"rollout.max_num_seqs is {max_num_seqs}; it must be at least 1")
         self._path = model_path
-        self._model = build_model(model_path, dtype, device, trust_remote_code)
+        self._model = build_model(model_path, dtype, device, trust_remote_code, peers)
+        self._peers = peers
         self._longest = longest_sequence(self._model.config)
         self._max_num_seqs = max_num_seqs
         self._on_progress = on_progress
         self._version: int | None = None
 
     def weights(self) -> dict[str, Tensor]:
-        """The live parameters as the folder's files name them: what is copied there is what the model computes with."""
+        """The live parameters as the folder's files name them: what is copied there is what the model computes with.
+        Of a split replica they are this rank's parts."""
         named = self._model.named_parameters()  # a tied tensor once, by its embedding
         return {piece.name: p.detach()[piece.index] for name, p in named for piece in pieces(name, p.shape)}
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Computes from now on with those of these tensors that are what one of its parameters is: of the same shape,
         dtype and device. Their owner changes them, between calls of `generate`; there is no second copy.
+
+        `tensors`: by parameter; for a split replica those that are the same part of the parameter as this rank's.
         """
         for name, parameter in self._model.named_parameters():
             tensor = tensors.get(name)
@@ -107,7 +115,7 @@ class TorchEngine:
         waiting = deque(requests)
         longest = max((len(request.prompt_ids) for request in requests), default=0) + sampling.max_tokens
         num_slots = min(self._max_num_seqs, len(requests))
-        batch = Batch(self._model, KVCache(num_slots, limit=longest), sampling)
+        batch = Batch(self._model, KVCache(num_slots, limit=longest), sampling, self._peers)
         while waiting or len(batch):
             num_joining = min(num_slots - len(batch), len(waiting))
             if num_joining:

@@ -8,31 +8,53 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from verl.errors import UserError
 from verl.generation.inprocess import attention
+from verl.generation.inprocess.peers import Peers
+from verl.generation.inprocess.tensor import cut_model
 from verl.model.load import positions
+from verl.parallel.support import unsupported
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def build_model(path: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+def build_model(
+    path: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, peers: Peers | None = None
+) -> PreTrainedModel:
     """The CausalLM of a Hugging Face folder or hub id, in eval mode, its parameters NaN until they are loaded.
 
-    No checkpoint is read: the memory taken is one model, once.
+    No checkpoint is read: the memory taken is one model, once. Of several `peers`, each makes its part of one, and its
+    logits are that part of the vocabulary; all of them call this together.
 
     Raises:
         UserError: for an architecture that would not be computed rightly here.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     _check_layer_types(config, path)
+    if peers is not None:
+        check_split(config, peers.size, path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code
         )
+    if peers is not None:
+        cut_model(model, peers)
     model.to_empty(device=device)
     model.tie_weights()  # `to_empty` gave the head memory of its own
     model.requires_grad_(False).eval()
     _fill(model, path)
     _check_attention(model, path)
     return model
+
+
+def check_split(config: PretrainedConfig, size: int, name: str) -> None:
+    """Raises UserError where the model cannot generate on so many tensor-parallel ranks. `name`: its, for messages."""
+    problems = unsupported(config, tp=size, pp=1)
+    if problems:
+        # what training says of it: setting, reason, and a remedy that is training's
+        reason = problems[0].partition(": ")[2].partition(": ")[2].partition("; ")[0]
+        raise UserError(
+            f"rollout.tensor_parallel_size: {size}: backend torch cannot cut {name} so ({reason}); set it to 1, or "
+            "use backend vllm"
+        )
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:

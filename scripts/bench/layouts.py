@@ -37,7 +37,7 @@ from verl.model.packing import Sequences, plan_micro_batches
 from verl.parallel.support import unsupported
 
 TIMEOUT = 900.0
-LENGTHS = (64, 64)
+LENGTHS = (32, 32)
 """Tokens of a prompt and of a response: all alike, so that micro-batches are even."""
 ROWS_PER_MICRO_BATCH = 4
 PLAIN = "plain loop"
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--layouts", nargs="+", choices=[x.name for x in (*LAYOUTS, *BUBBLES)], metavar="NAME")
     arguments.add_argument("--rows", type=at_least(1), default=32, help="sequences of an optimizer step; default 32")
-    arguments.add_argument("--steps", type=at_least(1), default=3, help="measured at a time; default 3")
+    arguments.add_argument("--steps", type=at_least(1), default=2, help="measured at a time; default 2")
     given = arguments.parse_args(argv)
     folder = given_model(given.model, False) if given.model else make_model(given.quick)
     config = read_config(folder, trust_remote_code=False)
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     refused = {layout: problems for layout in layouts if (problems := unsupported(config, layout.tp, layout.pp))}
     work = make_work(16 if given.quick else given.rows, config.get_text_config().vocab_size)
     possible = [layout for layout in layouts if layout not in refused]
-    steps, repetitions = (1, 1) if given.quick else (given.steps, given.repetitions or 3)
+    steps, repetitions = (1, 1) if given.quick else (given.steps, 3)
     with OtherPrograms() as others:
         costs = measure(folder, work, possible, steps, given.repetitions or repetitions)
     made = tables(work, possible, costs)

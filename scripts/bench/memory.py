@@ -103,6 +103,8 @@ class Size:
     prompt: int = 16
     response: int = 48
     """Tokens, of every row."""
+    chunk: int = 128
+    """Tokens whose logits are there at once."""
 
     @property
     def tokens(self) -> int:
@@ -136,7 +138,11 @@ def settings(case: Case, size: Size) -> PPOConfig:
     """A step of one mini-batch. Its rows have all the same length, so that micro-batches are as full as can be."""
     prompts = case.dp * case.micro_batches * size.rows
     return PPOConfig(
-        model=ModelConfig(attn_implementation=case.attention, reshard_after_forward=case.pp == 1),  # as on a GPU
+        model=ModelConfig(
+            attn_implementation=case.attention,
+            reshard_after_forward=case.pp == 1,  # as on a GPU
+            logprob_chunk_tokens=size.chunk,
+        ),
         data=DataConfig(train_batch_size=prompts, max_prompt_length=size.prompt, max_response_length=size.response),
         actor=ActorConfig(ppo_mini_batch_size=prompts, max_tokens_per_micro_batch=size.tokens),
         critic=CriticConfig(max_tokens_per_micro_batch=size.tokens),
@@ -154,6 +160,8 @@ def estimate(job: PlannedJob, role: str, stage: int, model: ModelShape, config: 
         return {"parameters": need.term("parameters"), "peak": need.total}
     need = memory.trained(model, split, stage, DTYPE.itemsize, tokens, spec, reshards)
     found = {term: max(moment.get(term, 0) for moment in need.moments) for term in ("gradients", "activations")}
+    if stage > 0:  # what is seen of gradients are those of states, too, on their way to the stage before
+        found["gradients"] += need.term("messages")
     return {**need.stays, **found, "peak": need.total}
 
 

@@ -3,9 +3,9 @@
     python -m scripts.bench.reshard [--bucket 16] [--model FOLDER]
 
 Eight layouts: a model trained as 2 x 2 x 2 (pp x dp x tp) on ranks 0 to 7 goes to generation layouts on the same,
-overlapping or other ranks, from float32 shards to bfloat16 parameters, by gloo on this machine. Held against the fewest
-bytes that could do it, a bare transfer of the same bytes (one message, packed before, for each pair of ranks), and what
-a gather does, after which every rank has held all of the model.
+overlapping or other ranks of one node, from float32 shards to bfloat16 parameters. Held against the fewest bytes that
+could do it, a bare transfer of the same bytes by gloo (one message, packed before, for each pair of ranks), and what a
+gather does, after which every rank has held all of the model.
 
 Then vLLM's whole weight sync, from the trainer's tensors to the committed version, against a plain copy of its bytes.
 """

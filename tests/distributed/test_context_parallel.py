@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
+from transformers import AttentionInterface
 
-from scripts.make_tiny_model import make_tiny_model
+from scripts.make_tiny_model import CONFIGS, make_tiny_model
 from tests.support.engine_cases import LONG, Case, assert_same_steps, make_models, train_on_ranks
 from tests.support.ranks import run_ranks
 from verl.flow.job import start_job
 from verl.flow.placement import Groups, Placement, make_groups
-from verl.model.context import Context
+from verl.model.context import Context, WholeRows, context_attention
 from verl.model.heads import Head, HeadedModel
 from verl.model.load import load_shards, materialise, meta_model, read_config
 from verl.model.packing import Sequences, pack
@@ -128,6 +129,40 @@ def test_outputs_are_put_together_and_gradients_are_each_ranks_own() -> None:
     for every, _ in ranks:
         assert torch.equal(every, torch.stack([torch.arange(5.0), -torch.arange(5.0)]) + 0.1)
     assert [grad.tolist() for _, grad in ranks] == [[[3, 0, 4], [8, 5, 9]], [[], []], [[1, 2], [6, 7]]]
+
+
+def seen_by_kernel(groups: Groups) -> tuple[dict[str, Any], bool]:
+    """(what a kernel of this name gets to see, whether what it gives comes back to its places)"""
+    assert groups.context is not None
+    context = Context(groups.context)
+    seen: dict[str, Any] = {}
+
+    def kernel(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+        seen.update(kwargs, name=module.config._attn_implementation, groups=module.num_key_value_groups)
+        seen.update(shapes=[tuple(x.shape) for x in (query, key, value)])
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("recorder", kernel)
+    config = CONFIGS["llama"]()
+    config._attn_implementation = "recorder"
+    layer = nn.Module()
+    vars(layer).update(config=None, num_key_value_groups=3)
+    query, key, value = (draw(heads, 4, context.rank) for heads in (6, 2, 2))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(BATCH, -1)
+    rows = WholeRows(context, config, positions)
+    part = positions[:, :4]
+    out, _ = context_attention(layer, query, key, value, None, whole_rows=rows, position_ids=part, sliding_window=5)
+    assert vars(layer)["num_key_value_groups"] == 3 and vars(layer)["config"] is None
+    return seen, torch.equal(out, query.transpose(1, 2))
+
+
+def test_a_kernel_sees_whole_rows_of_some_heads_and_its_own_name() -> None:
+    """Flash attention reads its name in the layer's config, and where sequences end in the positions."""
+    for seen, same in on_ranks(Placement("actor", (0, 1), cp=2), seen_by_kernel):
+        assert same
+        assert seen.pop("position_ids").tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]] * BATCH
+        shapes = [(BATCH, heads, 8, DIM) for heads in (3, 1, 1)]
+        assert seen == {"name": "recorder", "groups": 3, "shapes": shapes, "sliding_window": 5}
 
 
 # -- what is sent and held ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from verl.flow.job import start_job
 from verl.flow.placement import Placement, make_groups
 from verl.model.heads import Head
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 CASES = {
     "actor": Case(),
@@ -30,12 +30,14 @@ PLACES = {
     "four copies": Placement("actor", (0, 1, 2, 3), fsdp_size=1),
     "two copies on TP 2": Placement("actor", (0, 2, 1, 3), tp=2, fsdp_size=1),
     "two stages of two copies": Placement("actor", (3, 2, 1, 0), pp=2, fsdp_size=1),
+    "two copies on CP 2": Placement("actor", (0, 2, 3, 1), cp=2, fsdp_size=2),
 }
 EIGHT = Placement("actor", (4, 5, 0, 1, 7, 6, 2, 3), tp=2, fsdp_size=2)
 """Two copies, on 2 x TP 2 ranks each."""
 DONE = {name: list(CASES) for name in PLACES} | {
     "two stages of two copies": ["actor", "tied"],
     "two copies on TP 2": ["tied", "critic, gathered twice"],
+    "two copies on CP 2": ["tied"],
 }
 
 
@@ -62,7 +64,7 @@ def train_on_places(
 
 @pytest.fixture(scope="module")
 def on_four(models: dict[str, Path]) -> list[dict[tuple[str, str], Steps]]:
-    return run_ranks(4, train_on_places, PLACES, DONE, models)
+    return run_ranks(4, train_on_places, PLACES, DONE, models, timeout=200)
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,7 @@ PLACES = {
     "TP 2": Placement("actor", (0, 1), tp=2),
     "FSDP 2 x TP 2": Placement("actor", (2, 0, 3, 1), tp=2),
     "two stages": Placement("actor", (0, 1), pp=2),
+    "CP 2": Placement("actor", (0, 1), cp=2),
 }
 
 

@@ -22,7 +22,7 @@ from verl.flow.placement import Placement, make_groups
 from verl.model.heads import Head
 from verl.model.load import local_tensor
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 CASES = {
     "actor": Case(),
@@ -34,7 +34,12 @@ PLACES = {
     "TP 2": (Placement("actor", (0, 1), tp=2), ["tied"]),
     "two stages": (Placement("actor", (0, 1), pp=2), ["tied"]),
 }
-OFFLOADED = [("activations",), ("parameters",), ("optimizer",), ("activations", "parameters", "optimizer")]
+ALL = ("activations", "parameters", "optimizer")
+OFFLOADED = [
+    *(("FSDP 2", case, offload) for case in PLACES["FSDP 2"][1] for offload in (*((one,) for one in ALL), ALL)),
+    ("TP 2", "tied", ALL),
+    ("two stages", "tied", ("activations", "optimizer")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,7 @@ def train_with_all(models: Mapping[str, Path]) -> dict[tuple[str, str], dict[tup
                 offload: train_case(
                     job, place, groups[name], replace(CASES[case], offload=offload), models[CASES[case].model]
                 )
-                for offload in [(), *OFFLOADED]
+                for offload in [(), *(o for *at, o in OFFLOADED if at == [name, case])]
             }
     job.close()
     return results
@@ -61,11 +66,12 @@ def train_with_all(models: Mapping[str, Path]) -> dict[tuple[str, str], dict[tup
 
 @pytest.fixture(scope="module")
 def results(models: dict[str, Path]) -> list[dict[tuple[str, str], dict[tuple[str, ...], Steps]]]:
-    return run_ranks(2, train_with_all, models)
+    return run_ranks(2, train_with_all, models, timeout=200)
 
 
-@pytest.mark.parametrize("offload", OFFLOADED, ids="+".join)
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name, (_, cases) in PLACES.items() for case in cases])
+@pytest.mark.parametrize(
+    ("name", "case", "offload"), OFFLOADED, ids=lambda value: value if isinstance(value, str) else "+".join(value)
+)
 def test_two_steps_are_the_same_bits(
     name: str, case: str, offload: tuple[str, ...], results: list[dict[tuple[str, str], dict[tuple[str, ...], Steps]]]
 ) -> None:
@@ -75,7 +81,8 @@ def test_two_steps_are_the_same_bits(
         assert_equal(steps.parameters, expected.parameters)
         for one, other in zip(steps.gradients, expected.gradients, strict=True):
             assert_equal(one, other)
-        assert torch.equal(steps.after, expected.after) and not torch.equal(steps.after, steps.before)
+        assert torch.equal(steps.after, expected.after)
+        assert len(steps.gradients) == 2 and any(g.abs().max() > 0 for g in steps.gradients[0].values())
 
 
 # -- activations -------------------------------------------------------------------------------------------------------
@@ -98,7 +105,8 @@ def saved_by_autograd(model: Path, tp: int) -> tuple[list[tuple[bool, bool]], in
         memory = {local_tensor(p).untyped_storage().data_ptr() for p in engine.model.parameters()}
         kept = pack(tensor)
         stayed = kept[0].data_ptr() == tensor.data_ptr()
-        saved.append((tensor.untyped_storage().data_ptr() in memory, stayed))
+        if tensor.numel():
+            saved.append((tensor.untyped_storage().data_ptr() in memory, stayed))
         if not stayed:
             copies[id(kept[0])] = kept[0]
         return kept
@@ -154,7 +162,7 @@ def save_and_load(models: dict[str, Path], run_dir: Path) -> None:
 
 def test_checkpoints_and_exports_do_not_show_where_the_state_was(tmp_path: Path) -> None:
     models = {role: make_tiny_model(tmp_path / role, num_layers=1, tied=True) for role in ("actor", "critic")}
-    run_ranks(2, save_and_load, models, tmp_path)
+    run_ranks(2, save_and_load, models, tmp_path, timeout=200)
     whole = (tmp_path / "hf plain" / "model.safetensors").read_bytes()
     assert (tmp_path / "hf 0" / "model.safetensors").read_bytes() == whole
     assert (tmp_path / "hf 1" / "model.safetensors").read_bytes() == whole

@@ -184,7 +184,7 @@ class SleepingPart(nn.Module):
 
     def __init__(self, last: bool) -> None:
         super().__init__()
-        self.ends_with_head, self.peers = last, None
+        self.ends_with_head, self.time_shares = last, 1
         self.hf = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=3)))
         self.weight = nn.Parameter(torch.ones(3))
 

@@ -365,10 +365,11 @@ def test_vllm_that_is_not_installed(task: Task) -> None:
     assert refused.engines == ()
 
 
-def test_tensor_parallel_rollout_without_vllm(task: Task) -> None:
-    mesh = mesh_of({"actor": [0], "critic": [0], "rollout": [0, 1]}, tensor_parallel_size=2)
-    refused = refusal(task.config("tp"), mesh, 2)
-    assert "rollout.tensor_parallel_size is 2, and backend torch has no tensor parallelism" in refused.message
+def test_a_rollout_that_the_model_does_not_split_for(task: Task) -> None:
+    mesh = mesh_of({"actor": [0], "critic": [0], "rollout": [0, 1, 2]}, tensor_parallel_size=3)
+    refused = refusal(task.config("tp"), mesh, 3)
+    assert "rollout.tensor_parallel_size: 3: does not go into the model's num_attention_heads 8" in refused.message
+    assert "set it to 1, or use backend vllm" in refused.message
 
 
 # -- the run ---------------------------------------------------------------------------------------------------------

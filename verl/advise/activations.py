@@ -29,6 +29,8 @@ class Tokens:
     """An optimizer step has more than one micro-batch. FSDP then keeps whole float32 gradients until the last one."""
     attention: str = "flash_attention_2"
     """What else attention keeps for the backward pass: a mask (sdpa) or the probabilities (eager)."""
+    entropy: bool = False
+    """The loss has an entropy bonus."""
 
 
 def layer_bytes(model: ModelShape, itemsize: int, tokens: Tokens, tp: int = 1) -> int:
@@ -87,8 +89,13 @@ def activations(
     return under_way * layers * kept // virtual_stages + between_stages + besides
 
 
+def messages_bytes(model: ModelShape, itemsize: int, tokens: Tokens, split: Split) -> int:
+    """Between stages: a sent one stays until later ones have been sent, as many as there are stages."""
+    return split.pp * tokens.micro_batch * model.hidden_size * itemsize // split.tp if split.pp > 1 else 0
+
+
 def passing_bytes(model: ModelShape, itemsize: int, tokens: Tokens, tp: int) -> int:
-    """Of a forward pass that keeps nothing, when a layer has most: in its MLP, or in eager attention's softmax."""
+    """On the way through a layer, forward or backward, when it is most: in its MLP, or in eager attention's softmax."""
     states = model.hidden_size * itemsize
     mlp = states // tp + states + 3 * model.intermediate_size * itemsize // tp
     if tokens.attention != "eager":
@@ -111,3 +118,17 @@ def parts_under_way(stage: int, pp: int, virtual_stages: int) -> int:
         now += 1 if action.kind is Kind.forward else -1
         most = max(most, now)
     return most
+
+
+def logits_bytes(model: ModelShape, tokens: Tokens, tp: int, training: bool) -> int:
+    """A chunk's in float32, and as much again: their log-softmax, or the gradient that becomes of them.
+
+    `training`: with a cap on logits, its slope, too; with an entropy bonus, all log-probs and their products with the
+    probabilities, where the vocabulary is whole.
+    """
+    if not model.has_lm_head:
+        return 0
+    most = 2
+    if training:
+        most += model.caps_logits + 2 * (tokens.entropy and tp == 1)
+    return most * FLOAT32 * min(tokens.chunk, tokens.micro_batch) * model.vocabulary // tp

@@ -129,6 +129,7 @@ def tokens_of(role: str, config: PPOConfig, dp: int, cp: int = 1) -> Tokens:
         chunk=config.model.logprob_chunk_tokens,
         accumulates=tokens > micro_batch,
         attention="flash_attention_2" if attention == "auto" else attention,
+        entropy=role == "actor" and config.actor.entropy_coeff != 0,
     )
 
 

@@ -125,9 +125,11 @@ def nodes_of(mesh: MeshSpec) -> list[NodeSize]:
     count = num_processes(mesh)
     nodes = [NodeSize(name, count) for name in node_names(mesh)] or [NodeSize("", count)]
     if count * len(nodes) > _MOST_PROCESSES:
+        role = next(role for role, entry in mesh.roles.items() if any(d.index == count - 1 for d in entry.devices))
         raise MeshError(
-            f"{mesh.source}: {len(nodes)} nodes of {count} devices are more than the {_MOST_PROCESSES} that are looked "
-            "at; name fewer, or lower indices"
+            f"{mesh.place(f'{role}.devices')}: {role}.devices: index {count - 1} makes {count} devices on each of "
+            f"{len(nodes)} node{'s' * (len(nodes) > 1)}, and at most {_MOST_PROCESSES} in all are looked at; lower the "
+            "index, or name fewer nodes"
         )
     return nodes
 

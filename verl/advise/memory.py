@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from verl.advise.activations import FLOAT32, Tokens, activations, passing_bytes
+from verl.advise.activations import FLOAT32, Tokens, activations, logits_bytes, messages_bytes, passing_bytes
 from verl.advise.model import ModelShape
 from verl.mesh.spec import RoleSpec, RolloutSpec
 from verl.reshard.boxes import Split
@@ -101,7 +101,8 @@ def trained(
 
     `adapters`: all that is trained, where there are any; the model is then stored in the compute dtype. `reshards`:
     gathered layers are freed after use (FSDP's reshard_after_forward); else the whole model stays gathered. It is most
-    either when the last micro-batch's backward begins, with all activations, or when it ends, with all gradients.
+    in the last micro-batch's backward: in the head, or in the last layer, both with all activations, or when it ends,
+    with all gradients.
     """
     part = held(model, split, stage)
     learnt = part if adapters is None else adapters
@@ -113,21 +114,33 @@ def trained(
     elif spec.hybrid_engine.offload_optimizer:
         del stays["optimizer"]  # a step takes less of it at a time than the passes before have taken
     beside = 0 if adapters is None else _gathered(adapters, itemsize, reshards)
-    gathered = {"gathered layers": _gathered(part, itemsize, reshards) + beside}
+    always = {
+        "gathered layers": _gathered(part, itemsize, reshards) + beside,
+        "messages": messages_bytes(model, itemsize, tokens, split),
+    }
     accumulated = FLOAT32 * learnt.whole if tokens.accumulates else 0
-    head_gradient = _head_gradient(model, split, itemsize) if adapters is None else 0
-    begins = gathered | {
+    has_head = part.ends and model.has_lm_head and adapters is None
+    head = model.vocabulary * model.hidden_size // split.tp if has_head else 0
+    begins = always | {
         "gradients": accumulated,
         "activations": activations(
             model, part.layers, split, stage, itemsize, tokens, spec.hybrid_engine, spec.parallelism.virtual_stages
         ),
-        "logits": _logits(model, split, tokens) + head_gradient if part.ends else 0,
     }
-    ends = gathered | {
+    in_head = begins | {
+        # of the head's weight: a sum in float32 and a chunk's part of it
+        "gradients in transit": (FLOAT32 + itemsize) * head,
+        "logits": logits_bytes(model, tokens, split.tp, training=True) if part.ends else 0,
+    }
+    in_layer = begins | {
+        "gradients in transit": itemsize * head + (FLOAT32 + itemsize) * learnt.largest_layer,
+        "backward pass": passing_bytes(model, itemsize, tokens, split.tp),
+    }
+    ends = always | {
         "gradients": max(accumulated, reduced),
         "gradients in transit": (itemsize + FLOAT32) * max(learnt.largest_layer, learnt.root),
     }
-    return _worst(stays, begins, ends)
+    return _worst(stays, in_head, in_layer, ends)
 
 
 def frozen(
@@ -139,12 +152,16 @@ def frozen(
     """
     part = held(model, split, stage)
     stays = {} if spec.hybrid_engine.offload_parameters else {"parameters": itemsize * part.sharded}
-    gathered = {"gathered layers": _gathered(part, itemsize, reshards)}
+    always = {
+        "gathered layers": _gathered(part, itemsize, reshards),
+        "messages": messages_bytes(model, itemsize, tokens, split),
+    }
     states = tokens.micro_batch * model.hidden_size * itemsize
+    logits = logits_bytes(model, tokens, split.tp, training=False) if part.ends else 0
     return _worst(
         stays,
-        gathered | {"activations": passing_bytes(model, itemsize, tokens, split.tp)},
-        gathered | {"activations": states, "logits": _logits(model, split, tokens) if part.ends else 0},
+        always | {"activations": passing_bytes(model, itemsize, tokens, split.tp)},
+        always | {"activations": states, "logits": logits},
     )
 
 
@@ -204,14 +221,3 @@ def _gathered(part: Held, itemsize: int, reshards: bool) -> int:
     if not reshards:
         return itemsize * part.whole
     return itemsize * (part.root + min(GATHERED_LAYERS, part.layers) * part.largest_layer)
-
-
-def _logits(model: ModelShape, split: Split, tokens: Tokens) -> int:
-    """Three times [chunk, vocabulary] in float32: logits, their log-softmax and its product with the probabilities."""
-    chunk = min(tokens.chunk, tokens.micro_batch)
-    return 3 * FLOAT32 * chunk * model.vocabulary // split.tp if model.has_lm_head else 0
-
-
-def _head_gradient(model: ModelShape, split: Split, itemsize: int) -> int:
-    """Of the language-model head's weight: a sum in float32 and a chunk's part of it."""
-    return (FLOAT32 + itemsize) * model.vocabulary * model.hidden_size // split.tp if model.has_lm_head else 0

@@ -50,6 +50,8 @@ class ModelShape:
     """Norms apply their weight in float32, and only then go back to the model's dtype (Gemma)."""
     caps_scores: bool
     """Attention scores go through a tanh (Gemma 2)."""
+    caps_logits: bool
+    """Logits go through one, too."""
     has_lm_head: bool
 
     @cached_property
@@ -162,6 +164,7 @@ def _measured(model: HeadedModel, config: PretrainedConfig, name: str) -> ModelS
         ),
         norms_in_float32=config.model_type.startswith("gemma"),
         caps_scores=caps_scores(config),
+        caps_logits=config.to_dict().get("final_logit_softcapping") is not None,
         has_lm_head=model.head is Head.lm,
     )
 

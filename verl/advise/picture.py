@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from verl.advise.job import Job
@@ -10,6 +10,8 @@ from verl.flow.placement import Placement
 from verl.mesh.spec import ROLES, RolloutSpec
 
 LEGEND = "p: pipeline stage, d, c, t: data-, context- and tensor-parallel index, r: replica of the rollout"
+NodeColumns = tuple[str, tuple["Column", ...]]
+"""A node's name and its devices."""
 _NONE = "."
 _GAP = "   "
 
@@ -25,7 +27,7 @@ class Column:
 @dataclass(frozen=True)
 class Picture:
     roles: tuple[str, ...]
-    nodes: tuple[tuple[str, tuple[Column, ...]], ...]
+    nodes: tuple[NodeColumns, ...]
     notes: tuple[str, ...]
     """What each role's degrees come to, a line each."""
 
@@ -50,18 +52,49 @@ def as_text(picture: Picture, width: int) -> Iterator[str]:
     come below them, and have a line only for the roles that are there.
     """
     margin = max(len(role) for role in picture.roles)
-    cell = max(len(text) for _, columns in picture.nodes for column in columns for text in (column.head, *column.cells))
-    for nodes in _side_by_side(picture, width - margin, cell):
-        names = [name.ljust(_width(columns, cell)) for name, columns in nodes]
-        yield _line("", margin, names)
-        yield _line("", margin, [_joined([column.head for column in columns], cell) for _, columns in nodes])
-        for number, role in enumerate(picture.roles):
-            if any(column.cells[number] for _, columns in nodes for column in columns):
-                cells = [_joined([column.cells[number] for column in columns], cell) for _, columns in nodes]
-                yield _line(role, margin, cells)
+    cell = longest_label(picture)
+
+    def node_width(node: NodeColumns) -> int:
+        return max(len(node[0]), len(node[1]) * (cell + 1) - 1)
+
+    def padded(nodes: Sequence[NodeColumns], cells: Callable[[Column], str]) -> list[str]:
+        return [_joined(map(cells, node[1]), cell).ljust(node_width(node)) for node in nodes]
+
+    for nodes in side_by_side(picture.nodes, width - margin, lambda node: len(_GAP) + node_width(node)):
+        yield _line("", margin, [node[0].ljust(node_width(node)) for node in nodes])
+        yield _line("", margin, padded(nodes, lambda column: column.head))
+        for number in roles_on(picture, nodes):
+            yield _line(picture.roles[number], margin, padded(nodes, lambda column, n=number: column.cells[n]))
         yield ""
     yield LEGEND
     yield from (f"{role.ljust(margin)}  {note}" for role, note in zip(picture.roles, picture.notes, strict=True))
+
+
+def longest_label(picture: Picture) -> int:
+    """Characters of the widest head or cell."""
+    return max(len(text) for _, columns in picture.nodes for column in columns for text in (column.head, *column.cells))
+
+
+def side_by_side(
+    nodes: Sequence[NodeColumns], width: int, node_width: Callable[[NodeColumns], int]
+) -> Iterator[list[NodeColumns]]:
+    """As many nodes next to each other as there is room for."""
+    row: list[NodeColumns] = []
+    for node in nodes:
+        if row and sum(map(node_width, [*row, node])) > width:
+            yield row
+            row = []
+        row.append(node)
+    yield row
+
+
+def roles_on(picture: Picture, nodes: Sequence[NodeColumns]) -> list[int]:
+    """The numbers of the roles that are on some device of these nodes."""
+    return [
+        number
+        for number in range(len(picture.roles))
+        if any(column.cells[number] for _, columns in nodes for column in columns)
+    ]
 
 
 def _cell(job: Job, role: str, rank: int) -> str:
@@ -103,22 +136,7 @@ def _sharding(fsdp: bool, placement: Placement) -> str:
     return copies + (f"FSDP {shards}" if shards > 1 else f"FSDP 1: nothing to shard over, each device holds {part}")
 
 
-def _side_by_side(picture: Picture, width: int, cell: int) -> Iterator[list[tuple[str, tuple[Column, ...]]]]:
-    """As many nodes next to each other as there is room for."""
-    row: list[tuple[str, tuple[Column, ...]]] = []
-    for node in picture.nodes:
-        if row and sum(len(_GAP) + _width(columns, cell) for _, columns in [*row, node]) > width:
-            yield row
-            row = []
-        row.append(node)
-    yield row
-
-
-def _width(columns: Sequence[Column], cell: int) -> int:
-    return len(columns) * (cell + 1) - 1
-
-
-def _joined(cells: Sequence[str], width: int) -> str:
+def _joined(cells: Iterable[str], width: int) -> str:
     return " ".join((text or _NONE).ljust(width) for text in cells)
 
 

@@ -2,65 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
-from verl.advise.picture import LEGEND, Picture
+from verl.advise.picture import LEGEND, NodeColumns, Picture, longest_label, roles_on, side_by_side
 
-_CELL, _LINE, _MARGIN, _NODE_GAP, _LETTER = 62, 28, 96, 18, 7
+_LINE, _NOTE_LINE, _EDGE, _MARGIN, _NODE_GAP, _LETTER = 28, 22, 16, 96, 18, 7.5
+_NARROWEST_CELL = 62
+_WIDEST_ROW = 1160
+"""Of nodes side by side; the others come below, so that many nodes stay legible on a page."""
 _COLOURS = {
     "actor": "#2f6db3",
-    "critic": "#c0562d",
-    "reference": "#6b8e9f",
+    "critic": "#b84f27",
+    "reference": "#557686",
     "reward": "#8a6d1f",
-    "rollout": "#3c8d40",
+    "rollout": "#2f7d34",
 }
+"""Each dark enough for white text (contrast 4.5 and more)."""
 _TEXT = 'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="12"'
 
 
 def as_svg(picture: Picture, title: str) -> str:
     """A document of its own; `title` is shown at the top."""
-    lines = [title, *_notes(picture)]
-    columns = sum(len(node) for _, node in picture.nodes)
-    grid = _MARGIN + columns * _CELL + len(picture.nodes) * _NODE_GAP
-    width = max(grid, 16 + max(len(line) for line in lines) * _LETTER + 32)
-    height = (len(picture.roles) + 3 + len(lines)) * _LINE
-    body = "\n".join(_body(picture, title))
+    cell = max(_NARROWEST_CELL, _pixels(longest_label(picture)) + 8)
+
+    def node_width(node: NodeColumns) -> int:
+        return max(len(node[1]) * cell, _pixels(len(node[0]))) + _NODE_GAP
+
+    notes = [LEGEND, *(f"{role}: {note}" for role, note in zip(picture.roles, picture.notes, strict=True))]
+    body = [_text(_EDGE, 20, title, bold=True)]
+    width, top = _EDGE + max(_pixels(len(line)) for line in (title, *notes)), _LINE
+    for nodes in side_by_side(picture.nodes, _WIDEST_ROW - _MARGIN, node_width):
+        roles = roles_on(picture, nodes)
+        body += [_text(_EDGE, top + (2 + row) * _LINE + 18, picture.roles[role]) for row, role in enumerate(roles)]
+        left = _MARGIN
+        for node in nodes:
+            body += _node(node, picture.roles, roles, left, top, cell)
+            left += node_width(node)
+        width, top = max(width, left), top + (2 + len(roles)) * _LINE + _NODE_GAP
+    body += [_text(_EDGE, top + row * _NOTE_LINE + 12, note) for row, note in enumerate(notes)]
+    width, height = width + _EDGE, top + len(notes) * _NOTE_LINE + _EDGE
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">\n'
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n{body}\n</svg>\n'
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n{chr(10).join(body)}\n</svg>\n'
     )
 
 
-def _notes(picture: Picture) -> Iterator[str]:
-    yield LEGEND
-    yield from (f"{role}: {note}" for role, note in zip(picture.roles, picture.notes, strict=True))
+def _pixels(letters: int) -> int:
+    return round(letters * _LETTER)
 
 
-def _body(picture: Picture, title: str) -> Iterator[str]:
-    yield _text(16, _LINE - 8, title, bold=True)
-    top = 3 * _LINE
-    for number, role in enumerate(picture.roles):
-        yield _text(16, top + number * _LINE + 18, role)
-    left = _MARGIN
-    for name, columns in picture.nodes:
-        yield _text(left, top - _LINE - 4, name, bold=True)
-        for column in columns:
-            yield _text(left + _CELL // 2, top - 8, column.head, middle=True)
-            for number, (role, cell) in enumerate(zip(picture.roles, column.cells, strict=True)):
-                yield _cell(left, top + number * _LINE, cell, _COLOURS[role])
-            left += _CELL
-        left += _NODE_GAP
-    below = top + len(picture.roles) * _LINE + 8
-    for number, line in enumerate(_notes(picture)):
-        yield _text(16, below + (number + 1) * (_LINE - 6), line)
+def _node(
+    node: NodeColumns, names: Sequence[str], roles: Sequence[int], left: int, top: int, cell: int
+) -> Iterator[str]:
+    """A node's name, the indices of its devices, and a row of cells for each of `roles` (numbers into `names`)."""
+    yield _text(left, top + _LINE - 4, node[0], bold=True)
+    for number, column in enumerate(node[1]):
+        x = left + number * cell
+        yield _text(x + cell // 2, top + 2 * _LINE - 8, column.head, middle=True)
+        for row, role in enumerate(roles):
+            yield _cell(x, top + (2 + row) * _LINE, cell, column.cells[role], _COLOURS[names[role]])
 
 
-def _cell(x: int, y: int, label: str, colour: str) -> str:
-    fill, shown = (
-        (colour, _text(x + _CELL // 2, y + 18, label, middle=True, colour="#ffffff")) if label else ("#eeeeee", "")
-    )
-    return f'<rect x="{x + 1}" y="{y + 1}" width="{_CELL - 2}" height="{_LINE - 2}" rx="3" fill="{fill}"/>{shown}'
+def _cell(x: int, y: int, width: int, label: str, colour: str) -> str:
+    box = f'<rect x="{x + 1}" y="{y + 1}" width="{width - 2}" height="{_LINE - 2}" rx="3"'
+    if not label:
+        return f'{box} fill="#eeeeee"/>'
+    return f'{box} fill="{colour}"/>{_text(x + width // 2, y + 18, label, middle=True, colour="#ffffff")}'
 
 
 def _text(x: int, y: int, text: str, bold: bool = False, middle: bool = False, colour: str = "#222222") -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl.cli.places import COMMAND_LINE, read_text, shown
 from verl.config import PPOConfig
 from verl.errors import EXIT_CODE, ConfigError, UserError
+from verl.mesh.document import shorten
 
 if TYPE_CHECKING:  # they import torch, for which --help need not wait
     from verl.advise.job import Job
@@ -134,6 +135,9 @@ def _examined(
             return None
 
     changes = [text for text in arguments.settings if text.lstrip("+").startswith("device_mesh.")]
+    for text in arguments.settings:
+        if text.lstrip("+").startswith("device_mesh="):
+            problems.append(f"{COMMAND_LINE}: {shorten(text)}: the mesh is {arguments.mesh}; name another in its place")
     settings = [text for text in arguments.settings if text not in changes]
     memory = tried(lambda: _bytes(arguments.device_memory))
     config = tried(lambda: _settings(arguments.config, settings))

@@ -24,7 +24,7 @@ def read_text(path: Path, named_by: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text; save it as UTF-8"
         raise ConfigError(f"{named_by}: {path}: {reason} (working directory: {Path.cwd()})") from None
 
 

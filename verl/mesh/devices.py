@@ -81,6 +81,9 @@ def _named_twice(item: Node, twice: Sequence[Device], first: Mapping[Device, int
 def _devices(node: Node, path: str, complain: Complain) -> Sequence[Device]:
     """The devices of one entry of the list; () if it cannot be read."""
     if type(node.value) is int:  # type(): a bool is an int
+        if 0 <= node.value <= _LARGEST_INDEX and node.text != str(node.value):  # 010 is 8 to YAML, and 0x10 is 16
+            complain(node, path, f"{node} is the number {node.value} in YAML; write it so, or without the zero")
+            return ()
         if 0 <= node.value <= _LARGEST_INDEX:
             return (Device(None, node.value),)
         complain(node, path, f"needs an index from 0 to {_LARGEST_INDEX}, got {node}")

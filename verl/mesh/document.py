@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 MAX_CHARACTERS = 256 * 1024
 MAX_VALUES = 100_000
@@ -19,6 +20,17 @@ MAX_DEPTH = 100
 _LONGEST_NUMBER = 1000  # characters; a longer scalar is text, since huge integers cost quadratic time
 _SHOWN_CHARACTERS = 60
 _TAG = "tag:yaml.org,2002:"
+_REMEDIES = {
+    r"'\t' that cannot start any token": "a tab stands where only spaces may",
+    "that cannot start any token": "put quotes around the value",
+    "unexpected end of stream": "close the quotation mark",
+    "expected ',' or": "close the bracket, and part its entries by commas",
+    "expected <block end>": "begin the keys of one mapping in one column, and put a space behind each colon",
+    "mapping values are not allowed": "begin a key on a line of its own, under its neighbours",
+    "could not find expected ':'": "put a colon and a space behind the key",
+    "found undefined alias": "put the anchor (&) before its first use",
+}
+"""Part of PyYAML's words -> what to do."""
 
 Scalar = None | bool | int | float | str
 
@@ -72,11 +84,19 @@ def read(text: str, source: str, *, numbered: bool = True) -> tuple[Node | None,
         mark = error.problem_mark or error.context_mark
         place = reader.place(mark) if mark else source
         said = ", ".join(part for part in (error.context, error.problem) if part)
-        return None, [f"{place}: not valid YAML: {said}"]
-    except yaml.YAMLError as error:  # a character that YAML forbids: no mark, and a message of several lines
-        return None, [f"{source}: not valid YAML: {' '.join(str(error).split())}"]
+        return None, [f"{place}: not valid YAML: {said}{_remedy(error)}"]
+    except ReaderError as error:
+        line = f":{text[: error.position].count(chr(10)) + 1}" if numbered else ""
+        what = f"the character U+{error.character:04X} may not stand in it; take it out"
+        return None, [f"{source}{line}: not valid YAML: {what}"]
     except _Refused as refusal:
         return None, [*reader.problems, f"{reader.place(refusal.mark)}: {refusal}"]
+
+
+def _remedy(error: yaml.MarkedYAMLError) -> str:
+    """What to do about the commonest slips, of which YAML itself speaks in its grammar's words."""
+    problem = error.problem or ""
+    return next((f"; {remedy}" for sign, remedy in _REMEDIES.items() if sign in problem), "")
 
 
 def wrap(value: object, place: Callable[[str], str], path: str = "") -> Node:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from verl.errors import MeshError
+from verl.mesh.degrees import quotient, uneven_copies
 from verl.mesh.devices import ALL
-from verl.mesh.roles import nearest, quotient, uneven_copies
+from verl.mesh.roles import nearest
 from verl.mesh.spec import ROLES, Device, MeshSpec, Parallelism, RoleSpec, RolloutSpec
 
 _RENDEZVOUS = "--rdzv_backend=c10d --rdzv_endpoint={host}:29400 --rdzv_id=verl"

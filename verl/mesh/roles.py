@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
+from verl.mesh.degrees import quotient, uneven_copies
 from verl.mesh.devices import is_all, read_devices
 from verl.mesh.document import Node, shorten
+from verl.mesh.engine_kwargs import REPLICAS, read_engine_kwargs
 from verl.mesh.spec import ROLES, HybridEngine, Parallelism, RoleSpec, RolloutSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -46,7 +47,6 @@ _HYBRID_KEYS = {
     "reference": ("offload_parameters",),
     "reward": ("offload_parameters",),
 }
-_REPLICAS = "take it out: a replica of the rollout is tensor_parallel_size devices, and further devices are replicas"
 _TRAINING_HINTS = {
     "fsdp": "write it under parallelism",
     "fsdp_size": "write it under parallelism",
@@ -56,9 +56,9 @@ _TRAINING_HINTS = {
 }
 _ROLLOUT_HINTS = {
     "parallelism": "write tensor_parallel_size directly under rollout",
-    "pipeline_parallel_size": _REPLICAS,
+    "pipeline_parallel_size": REPLICAS,
     "context_parallel_size": "take it out: an engine has a sequence whole on each of its devices",
-    "data_parallel_size": _REPLICAS,
+    "data_parallel_size": REPLICAS,
     "hybrid_engine": "write it under actor",
 }
 _PARALLELISM_HINTS = {
@@ -67,14 +67,6 @@ _PARALLELISM_HINTS = {
 }
 _HYBRID_HINTS = dict.fromkeys(_LEARNING_KEYS, "only actor and critic learn and take it") | {
     "enable": "only the actor's weights are resharded for the rollout"
-}
-_ENGINE_HINTS = {
-    "tensor_parallel_size": "write it directly under rollout",
-    "max_num_seqs": "write it directly under rollout",
-    "enable_prefix_caching": "write it directly under rollout",
-    "dtype": "write it directly under rollout",
-    "pipeline_parallel_size": _REPLICAS,
-    "data_parallel_size": _REPLICAS,
 }
 
 _LARGEST_NUMBER = 1_000_000
@@ -89,6 +81,9 @@ def read_roles(root: Node, source: str, problems: list[str]) -> dict[str, RoleSp
         problems.append(f"{root.place}: a mesh maps each role to its devices, and this is {root}")
         return {}
     reader = _Reader(problems)
+    if list(root.value) == ["device_mesh"]:
+        reader.complain(root.value["device_mesh"], "device_mesh", "take this line out: the file itself is the mesh")
+        return {}
     for key, node in root.value.items():
         if key not in ROLES:
             reader.complain(node, key, f"unknown role{nearest(key, ROLES)} (roles: {', '.join(ROLES)})")
@@ -100,6 +95,7 @@ def read_roles(root: Node, source: str, problems: list[str]) -> dict[str, RoleSp
         role: reader.rollout(node) if role == "rollout" else reader.trained(role, node) for role, node in named.items()
     }
     reader.one_spelling(roles, named)
+    reader.one_name_a_node(roles, named)
     return roles
 
 
@@ -172,7 +168,7 @@ class _Reader:
             enable_prefix_caching=self._flag(
                 entries, "enable_prefix_caching", "rollout", RolloutSpec.enable_prefix_caching
             ),
-            engine_kwargs=self._engine_kwargs(entries),
+            engine_kwargs=read_engine_kwargs(entries, self.complain),
         )
         self._check_degrees(spec, "rollout", node)
         return spec
@@ -191,6 +187,16 @@ class _Reader:
                 self.complain(
                     nodes[role], f"{role}.devices", f"{one}, where {first} has {other}; spell all devices one way"
                 )
+
+    def one_name_a_node(self, roles: Mapping[str, RoleSpec], nodes: Mapping[str, Node]) -> None:
+        """Complains of node1 beside NODE1, which are one machine: they would be counted, and started, as two."""
+        spelled: dict[str, str] = {}
+        for role, spec in roles.items():
+            for node in dict.fromkeys(device.node for device in spec.devices if device.node is not None):
+                first = spelled.setdefault(node.lower(), node)
+                if node != first:
+                    what = f"{node} and {first} are one node; write {first} everywhere"
+                    self.complain(nodes[role], f"{role}.devices", what)
 
     def _mapping(self, node: Node, path: str, keys: Sequence[str], hints: Mapping[str, str]) -> dict[str, Node]:
         """The entries with a known key."""
@@ -257,17 +263,6 @@ class _Reader:
             offload_optimizer=self._flag(flags, "offload_optimizer", path, HybridEngine.offload_optimizer),
         )
 
-    def _engine_kwargs(self, entries: Mapping[str, Node]) -> dict[str, Any]:
-        node = entries.get("engine_kwargs")
-        if node is None:
-            return {}
-        if not isinstance(node.value, dict):
-            self.complain(node, "rollout.engine_kwargs", f"needs keys and values, got {node}")
-            return {}
-        for key in node.value.keys() & _ENGINE_HINTS.keys():
-            self.complain(node.value[key], f"rollout.engine_kwargs.{key}", f"not here; {_ENGINE_HINTS[key]}")
-        return node.plain()
-
     def _check_degrees(self, spec: RoleSpec, role: str, node: Node) -> bool:
         """Whether the data-parallel degree is a whole number."""
         size = spec.ranks_per_row
@@ -280,53 +275,3 @@ class _Reader:
             f"list a multiple of {size} devices, or lower the size{'s' if role != 'rollout' else ''}",
         )
         return False
-
-
-def quotient(spec: RoleSpec, num_devices: int) -> str:
-    """How the data-parallel degree is reckoned, for messages."""
-    tp, pp, cp = spec.tensor_parallel_size, spec.pipeline_parallel_size, spec.context_parallel_size
-    size = f"tensor_parallel_size {tp}"
-    if not isinstance(spec, RolloutSpec):
-        context = f" x context_parallel_size {cp}" if cp > 1 else ""
-        size = f"({size} x pipeline_parallel_size {pp}{context})"
-    return f"{num_devices} device{'' if num_devices == 1 else 's'} / {size}"
-
-
-def uneven_copies(spec: RoleSpec, num_devices: int) -> Iterator[tuple[str, str]]:
-    """(key under `parallelism`, what is wrong with it) of a role that is trained or frozen, where copies of its model
-    cannot be spread over so many devices as it says.
-    """
-    cp = spec.context_parallel_size
-    dp = num_devices // spec.ranks_per_row * cp  # context-parallel ranks share parameters out like data-parallel ones
-    fsdp, size = spec.parallelism.fsdp, spec.parallelism.fsdp_size
-    if not fsdp and cp > 1:
-        yield (
-            "fsdp",
-            f"false needs context_parallel_size 1, where it is {cp}: ranks that share rows out share parameters out, "
-            "too; set fsdp: true (with fsdp_size: 1 each of them holds a copy)",
-        )
-    elif not fsdp and dp > 1:
-        yield (
-            "fsdp",
-            f"false needs a data-parallel degree of 1, where {quotient(spec, num_devices)} is {dp}; set fsdp: true "
-            "(with fsdp_size: 1 each data-parallel rank holds a copy), or list fewer devices",
-        )
-    if fsdp and size is not None and dp % size:
-        yield (
-            "fsdp_size",
-            f"{size} does not divide {_spread(spec, num_devices, dp)}; set it to "
-            f"{_either([n for n in range(1, dp + 1) if dp % n == 0])}, or take it out for one copy of the model",
-        )
-
-
-def _spread(spec: RoleSpec, num_devices: int, ranks: int) -> str:
-    """The ranks that parameters are spread over, for messages."""
-    if spec.context_parallel_size > 1:
-        return f"the {ranks} ranks of data and context parallelism"
-    return f"the data-parallel degree {ranks} ({quotient(spec, num_devices)})"
-
-
-def _either(numbers: Sequence[int]) -> str:
-    """'1, 2 or 4'"""
-    words = [str(number) for number in numbers]
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

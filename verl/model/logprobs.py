@@ -56,11 +56,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         for at in _chunks(len(hidden), chunk_tokens):
-            logits, _ = _logits(hidden[at], weight, temperature, softcap)
             # log_softmax takes the largest logit away first: log Z - E[logit] would lose the entropy of a sharp one
-            every = logits.log_softmax(-1)
+            every = _logits(hidden[at], weight, temperature, softcap).log_softmax(-1)
             logprobs[at] = every.gather(-1, targets[at, None]).squeeze(-1)
             entropy[at] = -every.exp().mul_(every).sum(-1)
+            del every  # before there is the next chunk's
         ctx.save_for_backward(hidden, weight, targets)
         ctx.settings = (temperature, chunk_tokens, softcap)
         return logprobs, entropy
@@ -106,7 +106,7 @@ class _ShardedLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, largest, log_sum = (torch.empty_like(logprobs) for _ in range(3))
         for at in _chunks(len(hidden), chunk_tokens):
-            logits, _ = _logits(hidden[at], weight, temperature, softcap)
+            logits = _logits(hidden[at], weight, temperature, softcap)
             top = logits.amax(-1)
             dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
             logits.sub_(top[:, None])
@@ -117,6 +117,7 @@ class _ShardedLogprobs(torch.autograd.Function):
             largest[at], log_sum[at] = top, sums[0].log()
             logprobs[at] = sums[2] - log_sum[at]
             entropy[at] = log_sum[at] - sums[1] / sums[0]
+            del logits, exps
         ctx.save_for_backward(hidden, weight, places, here, largest, log_sum, entropy)
         ctx.settings = (temperature, chunk_tokens, softcap)
         return logprobs, entropy
@@ -157,8 +158,9 @@ def _through_head(
     # summed in float32 over the chunks, whatever the model's dtype
     grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if trained else None
     for at in _chunks(len(hidden), chunk_tokens):
-        logits, slope = _logits(hidden[at], weight, temperature, softcap)
+        logits, slope = _logits_and_slope(hidden[at], weight, temperature, softcap)
         grad = gradient(at, logits)
+        del logits
         if slope is not None:
             grad *= slope
         if temperature != 1.0:
@@ -166,21 +168,32 @@ def _through_head(
         grad = grad.to(hidden.dtype)
         grad_hidden[at] = grad @ weight
         if grad_weight is None:
-            continue
-        if weight.dtype == torch.float32:
+            pass
+        elif weight.dtype == torch.float32:
             grad_weight.addmm_(grad.T, hidden[at])
         else:
             grad_weight += grad.T @ hidden[at]
+        del grad, slope
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """(logits in float32, d softcap(logit) / d logit where there is a softcap)."""
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None) -> Tensor:
+    """In float32."""
     logits = (hidden @ weight.T).float()
     if softcap is None:
-        return (logits if temperature == 1.0 else logits.div_(temperature)), None
-    squashed = torch.tanh(logits.div_(softcap))
-    return squashed * (softcap / temperature), 1 - squashed * squashed
+        return logits if temperature == 1.0 else logits.div_(temperature)
+    return logits.div_(softcap).tanh_().mul_(softcap / temperature)
+
+
+def _logits_and_slope(
+    hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """(logits, d softcap(logit) / d logit where there is a softcap)."""
+    if softcap is None:
+        return _logits(hidden, weight, temperature, softcap), None
+    squashed = (hidden @ weight.T).float().div_(softcap).tanh_()
+    slope = squashed.square().neg_().add_(1)
+    return squashed.mul_(softcap / temperature), slope
 
 
 def _chunks(total: int, size: int) -> list[slice]:

@@ -159,8 +159,8 @@ def _parts(
             continue
         elif role in sizes and share and _is_built(role, config):
             each = _host_bytes(role in _LEARNING and role not in frozen, spec, on_cpu)
-            dp = len(serving) // (spec.tensor_parallel_size * spec.pipeline_parallel_size)
-            copies = dp // (spec.parallelism.fsdp_size or dp)
+            spread = len(serving) // (spec.tensor_parallel_size * spec.pipeline_parallel_size)
+            copies = spread // (spec.parallelism.fsdp_size or spread)
             if each:
                 yield role, int(copies * sizes[role].parameters * each * share)
 

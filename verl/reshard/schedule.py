@@ -36,7 +36,9 @@ class Message:
     dst: int
     domain: str
     transfers: tuple[Transfer, ...]
-    """Packed behind each other. One that stands alone may be sent and received where it lies."""
+    """Packed behind each other."""
+    alone: bool
+    """There is one, and it can be received where it belongs."""
     shared: bool
     """Both ranks are on one node: the one reads what the other has packed, and no byte goes through a socket."""
     places: tuple[Place, ...]
@@ -51,11 +53,6 @@ class Message:
     @property
     def numel(self) -> int:
         return sum(volume(t.box) for t in self.transfers)
-
-    @property
-    def alone(self) -> bool:
-        (t, *others) = self.transfers
-        return not others and not self.shared and t.size >= ALONE_BYTES
 
 
 class Copy(NamedTuple):
@@ -105,7 +102,7 @@ def make_steps(
     of, number_of = {domain.name: domain for domain in domains}, bucket_of(buckets)
     here = _Here(rank, shards, of)
     packed: dict[tuple[int, int, int, int, str], list[Transfer]] = {}
-    groups: list[tuple[int, int, list[Transfer]]] = []
+    groups: list[tuple[int, int, bool, list[Transfer]]] = []
     for t in transfers:
         if rank not in (t.src, t.dst):
             continue
@@ -117,10 +114,10 @@ def make_steps(
             assert lags[t.domain] - lags[t.origin] in (0, 1), f"{t.origin} has overwritten what {t.domain} is to get"
         near = shards.node_of[t.src] == shards.node_of[t.dst]
         if not near and t.size >= ALONE_BYTES and contiguous(t.box, of[t.domain].boxes[t.name]):
-            groups.append((number, t.round, [t]))
+            groups.append((number, t.round, True, [t]))
         else:
             packed.setdefault((number, t.round, t.src, t.dst, t.domain), []).append(t)
-    groups += [(number, turn, parts) for (number, turn, *_), parts in packed.items()]
+    groups += [(number, turn, False, parts) for (number, turn, *_), parts in packed.items()]
     here.add_messages(steps, sorted(groups, key=lambda group: group[:2]))
     return steps
 
@@ -138,11 +135,11 @@ class _Here:
     def memory(self, t: Transfer, domain: str) -> Place:
         return Place(t.name, domain, within(t.box, self._domains[domain].boxes[t.name]))
 
-    def add_messages(self, steps: Sequence[Step], groups: Sequence[tuple[int, int, list[Transfer]]]) -> None:
-        """`groups`: step, round, and what is packed together, ascending."""
+    def add_messages(self, steps: Sequence[Step], groups: Sequence[tuple[int, int, bool, list[Transfer]]]) -> None:
+        """`groups`: step, round, whether it is one alone, and what is packed together; ascending."""
         tags: Counter[tuple[int, int]] = Counter()
         contents: dict[object, int] = {}
-        for number, turn, parts in groups:
+        for number, turn, alone, parts in groups:
             (src, dst, domain), rounds = (parts[0].src, parts[0].dst, parts[0].domain), steps[number].rounds
             rounds += [[] for _ in range(turn + 1 - len(rounds))]
             tag, shared = FIRST_TAG + tags[src, dst], self._node_of[src] == self._node_of[dst]
@@ -155,4 +152,6 @@ class _Here:
                 carried = number, tuple((t.name, t.box, t.origin) for t in parts)
                 content = contents.setdefault(carried, len(contents))
                 early = all(t.origin is None for t in parts)
-            rounds[turn].append(Message(src, dst, domain, tuple(parts), shared, tuple(places), tag, content, early))
+            rounds[turn].append(
+                Message(src, dst, domain, tuple(parts), alone, shared, tuple(places), tag, content, early)
+            )

@@ -58,7 +58,10 @@ class Actor(Learner):
 
     def shards(self) -> Mapping[str, Tensor]:
         """This rank's part of the weights, by Hugging Face name, with the adapters in them."""
-        return self.engine.shards() if self.serves else {}
+        if not self.serves:
+            return {}
+        with self.in_step():  # the ranks exchange parts of the adapters
+            return self.engine.shards()
 
     def lasting_shards(self) -> dict[str, Tensor]:
         """Those of them that are memory of the engine's own, which has the new weights after a step."""

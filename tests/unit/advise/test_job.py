@@ -61,8 +61,12 @@ def test_a_mesh_of_the_whole_job_does_not():
 
 
 def test_a_mesh_of_too_many_devices_is_not_thought_of():
-    with pytest.raises(MeshError, match="1 nodes of 999999 devices are more than the 10000 that are looked at"):
-        nodes_of(parse("actor: {devices: [999998]}\nrollout: {devices: [0]}", "m.yaml"))
+    with pytest.raises(MeshError) as caught:
+        nodes_of(parse("actor: {devices: [0]}\nrollout: {devices: [3, 999998]}", "m.yaml"))
+    assert str(caught.value) == (
+        "m.yaml:2: rollout.devices: index 999998 makes 999999 devices on each of 1 node, and at most 10000 in all are "
+        "looked at; lower the index, or name fewer nodes"
+    )
 
 
 def test_ranks_and_places():

@@ -175,7 +175,7 @@ def test_checkpointing_keeps_a_layers_input_alone():
     layer, inputs = 64 * layer_bytes(model, 2, TOKENS), 64 * 48 * 2
     last = 64 * 48 * (4 + 2 + 2)  # the last norm and the head's input
     assert everything == 3 * layer + last
-    assert checkpointed == 3 * inputs + layer + last
+    assert checkpointed == 3 * inputs + layer  # what the head keeps has gone by then
 
 
 def test_activations_on_the_host_leave_two_layers():

@@ -1,5 +1,6 @@
 """The picture of a mesh, word for word."""
 
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -99,6 +100,15 @@ def test_lines_are_no_wider_than_the_terminal(width: int):
     assert max(map(len, grid)) <= max(width, one_node)
 
 
+def test_a_long_name_has_room_and_the_next_node_begins_behind_it():
+    name = "gpu-node-1.cluster.example.com"
+    text = f'actor: {{devices: ["{name}:0", "b:0"]}}\nrollout: {{devices: ["b:0"]}}'
+    lines = list(as_text(draw(job_of(text)), 80))
+    assert lines[0].index("b") > lines[0].index(name) + len(name)
+    assert lines[1].rindex("0") == lines[0].rindex("b")
+    assert next(as_text(draw(job_of(text)), 40)).endswith(name)  # and b comes below
+
+
 def test_the_svg_has_a_cell_for_each_device_and_role():
     picture = draw(job_of(TWO_NODES.replace("node1", "a-b")))
     root = ElementTree.fromstring(as_svg(picture, 'my <mesh> & its "devices".yaml'))
@@ -107,3 +117,45 @@ def test_the_svg_has_a_cell_for_each_device_and_role():
     assert texts[0] == 'my <mesh> & its "devices".yaml'
     assert texts.count("p0t0") == 2 and texts.count("whole") == 2 and "a-b" in texts
     assert len(list(root.iter(f"{space}rect"))) == 1 + 8 * 5
+
+
+SPACE = "{http://www.w3.org/2000/svg}"
+LETTER = 7.3
+"""Pixels of a letter of 12-pixel monospace, rounded up."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TWO_NODES,
+        TWO_NODES.replace("node1", "gpu-node-0123456789.cluster-a.example.com"),
+        'actor: {devices: ["a:0-7", "b:0-7", "c:0-7", "d:0-7"], parallelism: {tensor_parallel_size: 2, fsdp_size: 1, '
+        'context_parallel_size: 2, pipeline_parallel_size: 2}}\nrollout: {devices: ["d:0-7"]}',
+        'actor: {devices: ["n:0-31"]}\nrollout: {devices: ["n:0-31"]}',
+    ],
+)
+def test_nothing_overlaps_in_the_svg_or_leaves_it(text: str):
+    root = ElementTree.fromstring(as_svg(draw(job_of(text)), "mesh.yaml"))
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    spans: dict[float, list[tuple[float, float]]] = {}
+    for element in root.iter(f"{SPACE}text"):
+        long = len(element.text or "") * LETTER
+        left = float(element.attrib["x"]) - (long / 2 if "text-anchor" in element.attrib else 0)
+        spans.setdefault(float(element.attrib["y"]), []).append((left, left + long))
+    for y, row in spans.items():
+        row.sort()
+        assert 0 < y < height and row[0][0] > 0 and row[-1][1] < width
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(row)), (y, row)
+    boxes = [{key: float(box.attrib[key]) for key in ("x", "y", "width", "height")} for box in root.iter(f"{SPACE}rect")
+             if "x" in box.attrib]  # fmt: skip
+    assert max(box["x"] + box["width"] for box in boxes) < width
+    assert len({(box["x"], box["y"]) for box in boxes}) == len(boxes)
+
+
+def test_many_nodes_stand_below_each_other_in_the_svg():
+    nodes = ", ".join(f'"node{number}:0-7"' for number in range(1, 9))
+    svg = as_svg(draw(job_of(f'actor: {{devices: [{nodes}]}}\nrollout: {{devices: ["node1:0"]}}')), "mesh.yaml")
+    root = ElementTree.fromstring(svg)
+    assert float(root.attrib["width"]) < 1300
+    heads = {text.attrib["y"] for text in root.iter(f"{SPACE}text") if (text.text or "").startswith("node")}
+    assert len(heads) == 4  # two of eight devices side by side

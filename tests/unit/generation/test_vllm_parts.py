@@ -28,6 +28,7 @@ from verl.generation.vllm.wire import (
     parse_sample,
     sample_message,
 )
+from verl.mesh.parse import parse
 
 
 def _options(**changes: object) -> VllmOptions:
@@ -118,6 +119,24 @@ def test_cpu_arguments_are_explicit_and_can_be_changed() -> None:
 def test_arguments_that_are_settings_of_their_own_are_refused() -> None:
     with pytest.raises(MeshError, match=r"rollout\.engine_kwargs sets logprobs_mode, model"):
         llm_arguments(_options(engine_kwargs={"model": "x", "logprobs_mode": "raw_logprobs", "block_size": 16}))
+
+
+def test_the_mesh_refuses_them_before_a_model_is_loaded() -> None:
+    on_gpu = {"devices": (0,)}
+    for name in llm_arguments(_options(**on_gpu)):
+        try:
+            llm_arguments(_options(engine_kwargs={name: 1}, **on_gpu))
+        except MeshError:
+            with pytest.raises(MeshError, match=rf"m.yaml:2: rollout\.engine_kwargs\.{name}: not here; "):
+                parse(f"actor: {{devices: [0]}}\nrollout: {{devices: [0], engine_kwargs: {{{name}: 1}}}}", "m.yaml")
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_tensor"])
+def test_a_quantisation_that_the_cpu_build_lacks_is_refused_by_name(quantization: str) -> None:
+    asked = {"engine_kwargs": {"quantization": quantization}}
+    with pytest.raises(MeshError, match=rf"rollout\.engine_kwargs\.quantization is {quantization}, .* GPUs"):
+        llm_arguments(_options(**asked))
+    assert llm_arguments(_options(devices=(0,), **asked))["quantization"] == quantization
 
 
 def test_shared_devices_need_a_size_and_get_sleep_mode() -> None:

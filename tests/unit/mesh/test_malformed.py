@@ -42,24 +42,54 @@ MALFORMED = [
     ("actor", 'mesh.yaml:1: a mesh maps each role to its devices, and this is "actor"'),
     (
         "actor: [0\n",
-        "mesh.yaml:2: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'",
+        "mesh.yaml:2: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'; "
+        "close the bracket, and part its entries by commas",
     ),
     (
         "actor:\n\t- 0",
         "mesh.yaml:2: not valid YAML: while scanning for the next token, found character '\\t' "
-        "that cannot start any token",
+        "that cannot start any token; a tab stands where only spaces may",
+    ),
+    (
+        "actor: {devices: [@0]}",
+        "mesh.yaml:1: not valid YAML: while scanning for the next token, found character '@' that cannot start any "
+        "token; put quotes around the value",
+    ),
+    (
+        "actor:\n  devices: ['node1:0]\n",
+        "mesh.yaml:3: not valid YAML: while scanning a quoted scalar, found unexpected end of stream; close the "
+        "quotation mark",
+    ),
+    (
+        actor("devices: [0]\n dtype: float32"),
+        "mesh.yaml:3: not valid YAML: while parsing a block mapping, expected <block end>, but found "
+        "'<block mapping start>'; begin the keys of one mapping in one column, and put a space behind each colon",
+    ),
+    (
+        "actor:{devices: [0]}\n" + GOOD,
+        "mesh.yaml:1: not valid YAML: while parsing a block mapping, expected <block end>, but found '}'; begin the "
+        "keys of one mapping in one column, and put a space behind each colon",
+    ),
+    (
+        "actor: devices: [0]\n" + GOOD,
+        "mesh.yaml:1: not valid YAML: mapping values are not allowed here; begin a key on a line of its own, under its "
+        "neighbours",
+    ),
+    (
+        "actor: {devices: [0]}\nrollout\n",
+        "mesh.yaml:3: not valid YAML: while scanning a simple key, could not find expected ':'; put a colon and a "
+        "space behind the key",
     ),
     (
         "a: 1\n---\nb: 2",
         "mesh.yaml:2: not valid YAML: expected a single document in the stream, but found another document",
     ),
     (
-        "a: \x07",
-        "mesh.yaml: not valid YAML: unacceptable character #x0007: special characters are not "
-        'allowed in "<unicode string>", position 3',
+        "a: 1\nb: \x07",
+        "mesh.yaml:2: not valid YAML: the character U+0007 may not stand in it; take it out",
     ),
     ("[" * 200, "mesh.yaml:1: more than 100 levels of lists and mappings are not read"),
-    ("a: *b", "mesh.yaml:1: not valid YAML: found undefined alias 'b'"),
+    ("a: *b", "mesh.yaml:1: not valid YAML: found undefined alias 'b'; put the anchor (&) before its first use"),
     ("a: &a [*a]", "mesh.yaml:1: this value contains itself; an alias may not stand inside its own anchor"),
     ("a: &a {<<: *a}", "mesh.yaml:1: this value contains itself; an alias may not stand inside its own anchor"),
     (actor("devices: [0]\ndevices: [1]"), "mesh.yaml:3: devices: stands twice, first at mesh.yaml:2; keep one of them"),
@@ -75,6 +105,10 @@ MALFORMED = [
     (
         actor("devices: [0]") + "ref: {devices: [0]}",
         f'mesh.yaml:4: ref: unknown role; did you mean "reference"? {ROLES}',
+    ),
+    (
+        "device_mesh:\n  actor: {devices: [0]}\n  rollout: {devices: [0]}\n",
+        "mesh.yaml:1: device_mesh: take this line out: the file itself is the mesh",
     ),
     (actor("devices: [0]") + "1: {devices: [0]}", f"mesh.yaml:4: 1: unknown role {ROLES}"),
     ("actor: {devices: [0]}", "mesh.yaml: no rollout; every mesh names actor and rollout with their devices"),
@@ -115,6 +149,14 @@ MALFORMED = [
     (actor("devices: ['node1:']"), f'mesh.yaml:2: actor.devices[0]: "node1:" is not a device; {DEVICE}'),
     (actor("devices: [':0']"), f'mesh.yaml:2: actor.devices[0]: ":0" is not a device; {DEVICE}'),
     (actor("devices: ['a:0:1']"), f'mesh.yaml:2: actor.devices[0]: "a:0:1" is not a device; {DEVICE}'),
+    (
+        actor("devices: [010]"),  # eight, to YAML 1.1
+        "mesh.yaml:2: actor.devices[0]: 010 is the number 8 in YAML; write it so, or without the zero",
+    ),
+    (
+        actor("devices: [0, 0x3]"),
+        "mesh.yaml:2: actor.devices[1]: 0x3 is the number 3 in YAML; write it so, or without the zero",
+    ),
     (actor("devices: [-1]"), "mesh.yaml:2: actor.devices[0]: needs an index from 0 to 999999, got -1"),
     (actor("devices: [1.0]"), f"mesh.yaml:2: actor.devices[0]: needs {FORMS}, got 1.0"),
     (
@@ -141,6 +183,14 @@ MALFORMED = [
     (
         actor("devices: ['node1:0']"),
         'mesh.yaml:3: rollout.devices: an index alone, where actor has "node:index"; spell all devices one way',
+    ),
+    (
+        "actor: {devices: ['node1:0', 'NODE1:1']}\nrollout: {devices: ['node1:0']}",
+        "mesh.yaml:1: actor.devices: NODE1 and node1 are one node; write node1 everywhere",
+    ),
+    (
+        "actor: {devices: ['node1:0', 'node2:0']}\nrollout: {devices: ['Node2:1']}",
+        "mesh.yaml:2: rollout.devices: Node2 and node2 are one node; write node2 everywhere",
     ),
     # ranges and the whole job
     (
@@ -424,6 +474,31 @@ MALFORMED = [
     (
         rollout("devices: [0]\nengine_kwargs: {dtype: half}"),
         "mesh.yaml:3: rollout.engine_kwargs.dtype: not here; write it directly under rollout",
+    ),
+    (
+        rollout("devices: [0]\nengine_kwargs:\n  max_model_len: 4096"),
+        "mesh.yaml:4: rollout.engine_kwargs.max_model_len: not here; take it out: it is data.max_prompt_length + "
+        "data.max_response_length",
+    ),
+    (
+        rollout("devices: [0]\nengine_kwargs: {enable_sleep_mode: false}"),
+        "mesh.yaml:3: rollout.engine_kwargs.enable_sleep_mode: not here; take it out: verl sets it",
+    ),
+    *(
+        (
+            rollout(f"devices: [0]\nengine_kwargs: {{kv_cache_memory_bytes: {value}}}"),
+            "mesh.yaml:3: rollout.engine_kwargs.kv_cache_memory_bytes: needs a whole number of bytes, such as "
+            f"12884901888 (12 GiB), got {told}",
+        )
+        for value, told in (("12GiB", '"12GiB"'), ("12e9", "12e9"), ("-5", "-5"), ("", "nothing"), ("true", "true"))
+    ),
+    *(
+        (
+            rollout(f"devices: [0]\nengine_kwargs: {{gpu_memory_utilization: {value}}}"),
+            "mesh.yaml:3: rollout.engine_kwargs.gpu_memory_utilization: needs a part of the device's memory, such as "
+            f"0.9, got {told}",
+        )
+        for value, told in (("90", "90"), ("0", "0"), ("90%", '"90%"'), (".nan", ".nan"))
     ),
     (
         rollout("devices: [0]\nengine_kwargs: {data_parallel_size: 2}"),

@@ -23,7 +23,7 @@ reward: {devices: [3], dtype: "bfloat16"}
 rollout:
   devices: [3]
   backend: "vllm"
-  engine_kwargs: {seed: 1}
+  engine_kwargs: {block_size: 1}
 """
 KEYS = (
     *ROLES,

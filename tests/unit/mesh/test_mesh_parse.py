@@ -103,10 +103,10 @@ def test_places_are_known_by_name():
         tensor_parallel_size: 2
     rollout: {devices: [0]}
     """
-    spec = parse(text, "mesh.yaml", ["device_mesh.rollout.engine_kwargs.seed=1"])
+    spec = parse(text, "mesh.yaml", ["device_mesh.rollout.engine_kwargs.block_size=1"])
     assert spec.place("actor.parallelism.tensor_parallel_size") == "mesh.yaml:5"
     assert spec.place("actor.parallelism.pipeline_parallel_size") == "mesh.yaml:4"  # what it would stand under
-    assert spec.place("rollout.engine_kwargs.seed") == "command line"
+    assert spec.place("rollout.engine_kwargs.block_size") == "command line"
     assert spec.place("critic.devices") == "mesh.yaml"
 
 
@@ -184,7 +184,7 @@ def test_overrides_come_after_the_file():
         "mesh.yaml",
         [
             "device_mesh.actor.parallelism.tensor_parallel_size=2",
-            "+device_mesh.rollout.engine_kwargs.seed=7",
+            "+device_mesh.rollout.engine_kwargs.block_size=7",
             "++rollout.tensor_parallel_size=1",
             "rollout.tensor_parallel_size=2",
             "device_mesh.reward.devices=[1]",
@@ -194,7 +194,7 @@ def test_overrides_come_after_the_file():
     assert spec.roles["actor"].tensor_parallel_size == 2
     assert spec.roles["critic"].tensor_parallel_size == 1  # the alias keeps what the file says
     assert spec.roles["rollout"].tensor_parallel_size == 2
-    assert spec.roles["rollout"].engine_kwargs == {"seed": 7}  # type: ignore[attr-defined]
+    assert spec.roles["rollout"].engine_kwargs == {"block_size": 7}  # type: ignore[attr-defined]
     assert spec.roles["reward"].devices == devices(1)
     assert spec.roles["reference"].devices == devices(0, 1)
 

@@ -62,6 +62,15 @@ def test_without_tokens_there_are_no_outputs_and_the_gradient_is_zero() -> None:
     assert hidden.grad is not None and hidden.grad.shape == (0, HIDDEN)
 
 
+def test_a_frozen_head_passes_the_same_gradient_on_and_none_is_made_for_it() -> None:
+    hidden, weight, targets = inputs(tokens=6)
+    *_, wanted, _ = with_gradients(token_logprobs(hidden, weight, targets, 0.7, 4), hidden, weight)
+    with Largest() as largest:
+        *_, gradient = with_gradients(token_logprobs(hidden, weight.detach(), targets, 0.7, 4), hidden)
+    assert torch.equal(gradient, wanted)
+    assert largest.elements < weight.numel()
+
+
 def test_large_logits_neither_overflow_nor_give_nan() -> None:
     hidden, weight, targets = inputs()
     scaled = (hidden.detach() * 1e4).requires_grad_()
@@ -94,7 +103,7 @@ def test_in_bfloat16_the_weights_gradient_does_not_lose_small_chunks() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any operation made."""
+    """The most elements that any operation made; a view makes none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +112,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not func.is_view:
                 self.elements = max(self.elements, tensor.numel())
         return out
 

@@ -165,7 +165,7 @@ def test_the_bubble_of_an_even_pipeline(stages: int, virtual: int, count: int, s
 
 def test_a_layout_s_row_is_its_tokens_by_the_cpu_time_of_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     work = layouts.make_work(8, vocab_size=100)
-    assert work.num_tokens == 8 * 128 and len(work.micro_batches()) == 2
+    assert work.num_tokens == 8 * 64 and len(work.micro_batches()) == 2
     chosen = [layouts.Layout("FSDP 2", dp=2), layouts.Layout("PP 1000", pp=1000)]
     costs = {
         layouts.PLAIN: [layouts.Cost(2.0, None, 2)],
@@ -174,9 +174,9 @@ def test_a_layout_s_row_is_its_tokens_by_the_cpu_time_of_all_ranks(capsys: pytes
     }
     (speeds,) = layouts.tables(work, chosen, costs)  # no machine has a core for each of that many ranks
     assert [list(row) for row in speeds.rows] == [
-        [layouts.PLAIN, "1", "512", "1.00"],
-        ["FSDP 2", "2", "410", "0.80"],
-        ["PP 1000", "1000", "256", "0.50"],
+        [layouts.PLAIN, "1", "256", "1.00"],
+        ["FSDP 2", "2", "205", "0.80"],
+        ["PP 1000", "1000", "128", "0.50"],
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from scripts.setup_env import (
     install_torch,
     install_vllm_cpu,
     install_vllm_gpu,
+    key_of,
     steps_for,
     text_only,
     without_hosts,
@@ -208,6 +210,14 @@ def test_steps_by_machine_and_group() -> None:
     assert names(["demo", "dev"], "auto", True) == ["engine", "verl", "demo", "demo model", "dev"]
     (engine, *_) = steps_for([], "auto", True)
     assert engine.requirements == ("vllm==0.32.0",)
+
+
+def test_a_command_that_a_later_checkout_declares_is_installed_again() -> None:
+    """Where only it is new, the requirements are those of the environment's record."""
+    (verl,) = (step for step in steps_for([], "torch", False) if step.name == "verl")
+    assert "verl=verl.cli.main:main" in verl.commands
+    keys = {key_of(replace(verl, commands=commands), "3.11 x86_64") for commands in ((), verl.commands, ("verl=a:b",))}
+    assert len(keys) == 3
 
 
 def test_an_environment_whose_python_is_gone_is_made_anew(tmp_path: Path) -> None:

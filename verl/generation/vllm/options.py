@@ -10,6 +10,9 @@ from verl.errors import MeshError
 CPU_KV_CACHE_BYTES = 512 * 2**20
 """KV cache of a replica on the CPU. vLLM's own default is a share of the machine's whole memory, in every replica."""
 
+NOT_ON_CPU = ("fp8", "fp8_per_tensor")
+"""Quantisations of vLLM that end its CPU build (0.32) with an operator that is not there (static_scaled_fp8_quant)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class VllmOptions:
@@ -71,6 +74,12 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         raise MeshError(
             f"rollout.engine_kwargs sets {', '.join(taken)}, which other settings decide or verl relies on. "
             "Remove it there and use the setting of its own in the device mesh (rollout) or the model section."
+        )
+    quantization = options.engine_kwargs.get("quantization")
+    if on_cpu and quantization in NOT_ON_CPU:
+        raise MeshError(
+            f"rollout.engine_kwargs.quantization is {quantization}, and vLLM's CPU build has no kernel that makes such "
+            "weights. Take it out of the device mesh, or give the rollout GPUs."
         )
     defaults: dict[str, Any] = {"load_format": "dummy", "disable_log_stats": True}
     if on_cpu:

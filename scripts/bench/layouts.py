@@ -41,8 +41,6 @@ LENGTHS = (32, 32)
 """Tokens of a prompt and of a response: all alike, so that micro-batches are even."""
 ROWS_PER_MICRO_BATCH = 4
 PLAIN = "plain loop"
-MODEL = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "vocab_size": 2048}
-QUICK_MODEL = {"num_layers": 4, "num_kv_heads": 2}
 
 
 @dataclass(frozen=True)
@@ -211,11 +209,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_model(quick: bool) -> Path:
+    """22 million parameters, which all layouts can split."""
     from scripts.make_tiny_model import make_tiny_model
 
     if quick:
-        return make_tiny_model(OUT / "tiny_layouts", **QUICK_MODEL)
-    return make_tiny_model(OUT / "layouts", **MODEL)
+        return make_tiny_model(OUT / "tiny_layouts")
+    return make_tiny_model(
+        OUT / "layouts", hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=64, vocab_size=2048
+    )
 
 
 if __name__ == "__main__":

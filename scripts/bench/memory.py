@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -96,8 +96,9 @@ CASES = [
 class Size:
     """Of the models that are made for it, and of the work."""
 
-    settings: Mapping[str, int] = field(default_factory=dict)
-    """For `make_tiny_model`."""
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
     rows: int = 12
     """Of a micro-batch."""
     prompt: int = 16
@@ -112,8 +113,8 @@ class Size:
         return self.rows * (self.prompt + self.response)
 
 
-FULL = Size({"hidden_size": 256, "num_layers": 6, "vocab_size": 4096})
-QUICK = Size({"hidden_size": 128, "num_layers": 4, "vocab_size": 512}, rows=4)
+FULL = Size(hidden_size=256, num_layers=6, vocab_size=4096)
+QUICK = Size(hidden_size=128, num_layers=4, vocab_size=512, rows=4)
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_model(case: Case, size: Size) -> Path:
     """Large enough for terms to be told apart, small enough to be quick."""
-    return make_tiny_model(OUT / f"memory_{case.architecture}", case.architecture, **size.settings)
+    return make_tiny_model(
+        OUT / f"memory_{case.architecture}",
+        case.architecture,
+        num_layers=size.num_layers,
+        hidden_size=size.hidden_size,
+        vocab_size=size.vocab_size,
+    )
 
 
 if __name__ == "__main__":

@@ -207,7 +207,6 @@ STEPS = {
     "one long row": Case(shapes=tuple(LONG), max_tokens=12, checkpointing=True),
     "ranks of dead rows": Case("qwen3", dead=(0, 1, 2, 3, 4, 5), max_tokens=1000),
     "ranks without rows": Case("tied", blocks=True, head=Head.token_value, max_tokens=15),
-    "parameters gathered twice": Case("qwen3", reshard=True, checkpointing=True),
 }
 
 

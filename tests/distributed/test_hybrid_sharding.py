@@ -34,9 +34,11 @@ PLACES = {
 }
 EIGHT = Placement("actor", (4, 5, 0, 1, 7, 6, 2, 3), tp=2, fsdp_size=2)
 """Two copies, on 2 x TP 2 ranks each."""
-DONE = {name: list(CASES) for name in PLACES} | {
-    "two stages of two copies": ["actor", "tied"],
-    "two copies on TP 2": ["tied", "critic, gathered twice"],
+DONE = {
+    "two copies of two, in any order": list(CASES),
+    "four copies": ["actor", "a rank without rows"],
+    "two copies on TP 2": ["critic, gathered twice"],
+    "two stages of two copies": ["tied"],
     "two copies on CP 2": ["tied"],
 }
 

@@ -67,8 +67,10 @@ def plain(models: dict[str, Path]) -> Callable[[str], Steps]:
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_adapters_learn_what_pefts_do(place: Placement, models: dict[str, Path], plain: Callable[[str], Steps]) -> None:
-    results = run_ranks(len(place.ranks), train_on_ranks, place, CASES, models)
-    for name in CASES:
+    names = [*CASES] if len(place.ranks) < 4 else ["all linear layers", "a critic"]  # many ranks share few cores
+    cases = {name: CASES[name] for name in names}
+    results = run_ranks(len(place.ranks), train_on_ranks, place, cases, models, timeout=110)
+    for name in names:
         assert_same_steps(place, {rank: results[rank][name] for rank in place.ranks}, plain(name))
 
 
@@ -131,7 +133,9 @@ class Saved:
 def saved(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Saved:
     case, place, out = CASES[request.param[0]], PLACES[request.param[1]], tmp_path_factory.mktemp("run")
     base = models[case.model]
-    return Saved(case, base, out, place, run_ranks(len(place.ranks), train_and_save, place, case, base, out))
+    return Saved(
+        case, base, out, place, run_ranks(len(place.ranks), train_and_save, place, case, base, out, timeout=110)
+    )
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from scripts.bench import memory
 from scripts.bench.memory import CASES, QUICK, TERMS, Case, make_model, measure_case
 from scripts.bench.ranks import on_ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 NAMED = {case.name: case for case in CASES}
 
@@ -19,7 +19,7 @@ def test_every_term_that_matters_is_near_what_is_measured(
 ) -> None:
     monkeypatch.setattr(memory, "OUT", tmp_path)
     case: Case = NAMED[name]
-    roles = on_ranks(case.world, measure_case, case, make_model(case, QUICK), QUICK, timeout=60.0)
+    roles = on_ranks(case.world, measure_case, case, make_model(case, QUICK), QUICK, timeout=300.0)
     for role, ranks in roles.items():
         for rank, figures in enumerate(ranks):
             assert not figures.missed(), (role, rank, figures)

@@ -75,7 +75,9 @@ HANGS = {
 """(mesh, the rank that hangs in the critic's update, its stage, what the one says that waits for it)"""
 
 
-@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "a stage of one rank" else ()) for name in HANGS]
+)
 def test_a_rank_that_hangs_in_flight_is_named_with_its_micro_batch_and_those_who_wait_for_it(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,10 +71,12 @@ def activations(
     tokens: Tokens,
     hybrid: HybridEngine,
     virtual_stages: int,
+    in_head: bool,
 ) -> int:
     """What autograd keeps between forward and backward, of all micro-batches that are under way.
 
-    `layers`: of this stage. With activation checkpointing one layer is there in whole, when it is computed again.
+    `layers`: of this stage. `in_head`: when the backward pass is there; else when it is in a layer, which activation
+    checkpointing computes again in whole.
     """
     under_way = parts_under_way(stage, split.pp, virtual_stages) if tokens.accumulates else virtual_stages
     layer = tokens.micro_batch * layer_bytes(model, itemsize, tokens, split.tp)
@@ -84,8 +86,7 @@ def activations(
         return 2 * kept + layer
     between_stages = under_way * inputs * ((stage > 0) + (stage < split.pp - 1))
     last = _last_bytes(model, itemsize, tokens, split.tp) if stage == split.pp - 1 else 0
-    # what the head keeps has gone when a layer is computed again
-    besides = max(layer, last) if hybrid.activation_checkpointing else last
+    besides = layer if hybrid.activation_checkpointing and not in_head else last
     return under_way * layers * kept // virtual_stages + between_stages + besides
 
 

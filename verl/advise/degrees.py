@@ -30,11 +30,11 @@ def spanning(job: Job) -> Iterator[str]:
 
 
 def torn_copies(job: Job) -> Iterator[str]:
-    """Roles with a copy of the model on more than one node, where a node would have room for it."""
+    """Roles with several copies of the model, one of which is on more than one node, where a node has room for it."""
     room = max(len(ranks) for ranks in job.nodes.values())
     for role, placement in job.placements.items():
         size = (placement.fsdp_size or 0) * placement.tp
-        if role not in job.mesh.roles or not 1 < size <= room:
+        if role not in job.mesh.roles or placement.copies == 1 or not 1 < size <= room:
             continue
         copies = (placement.ranks[start : start + size] for start in range(0, len(placement.ranks), size))
         torn = next((ranks for ranks in copies if len({job.node_of[rank] for rank in ranks}) > 1), None)

@@ -24,7 +24,7 @@ ENGINE_SHARE = 0.92
 ENGINE_TOKENS = 8192
 """Tokens of one forward of vLLM: the default of its max_num_batched_tokens."""
 GATHERED_LAYERS = 2
-"""FSDP gathers the next layer while one is computed."""
+"""That are there at once: FSDP gathers the next layer while one is computed."""
 
 
 @dataclass(frozen=True)
@@ -113,26 +113,29 @@ def trained(
         stays, reduced = {}, 0  # gradients follow the parameters to the host as soon as they are reduced
     elif spec.hybrid_engine.offload_optimizer:
         del stays["optimizer"]  # a step takes less of it at a time than the passes before have taken
-    beside = 0 if adapters is None else _gathered(adapters, itemsize, reshards)
+    beside = 0 if adapters is None else _gathered(adapters, itemsize, split, reshards)
     always = {
-        "gathered layers": _gathered(part, itemsize, reshards) + beside,
+        "gathered layers": _gathered(part, itemsize, split, reshards) + beside,
         "messages": messages_bytes(model, itemsize, tokens, split),
     }
     accumulated = FLOAT32 * learnt.whole if tokens.accumulates else 0
     has_head = part.ends and model.has_lm_head and adapters is None
     head = model.vocabulary * model.hidden_size // split.tp if has_head else 0
-    begins = always | {
+
+    def kept(in_head: bool) -> int:
+        hybrid, parts = spec.hybrid_engine, spec.parallelism.virtual_stages
+        return activations(model, part.layers, split, stage, itemsize, tokens, hybrid, parts, in_head)
+
+    in_head = always | {
         "gradients": accumulated,
-        "activations": activations(
-            model, part.layers, split, stage, itemsize, tokens, spec.hybrid_engine, spec.parallelism.virtual_stages
-        ),
-    }
-    in_head = begins | {
+        "activations": kept(in_head=True),
         # of the head's weight: a sum in float32 and a chunk's part of it
         "gradients in transit": (FLOAT32 + itemsize) * head,
         "logits": logits_bytes(model, tokens, split.tp, training=True) if part.ends else 0,
     }
-    in_layer = begins | {
+    in_layer = always | {
+        "gradients": accumulated,
+        "activations": kept(in_head=False),
         "gradients in transit": itemsize * head + (FLOAT32 + itemsize) * learnt.largest_layer,
         "backward pass": passing_bytes(model, itemsize, tokens, split.tp),
     }
@@ -153,7 +156,7 @@ def frozen(
     part = held(model, split, stage)
     stays = {} if spec.hybrid_engine.offload_parameters else {"parameters": itemsize * part.sharded}
     always = {
-        "gathered layers": _gathered(part, itemsize, reshards),
+        "gathered layers": _gathered(part, itemsize, split, reshards),
         "messages": messages_bytes(model, itemsize, tokens, split),
     }
     states = tokens.micro_batch * model.hidden_size * itemsize
@@ -217,7 +220,8 @@ def _worst(stays: Mapping[str, int], *moments: Mapping[str, int]) -> Need:
     return Need(stays, {name: size for name, size in worst.items() if size}, moments)
 
 
-def _gathered(part: Held, itemsize: int, reshards: bool) -> int:
+def _gathered(part: Held, itemsize: int, split: Split, reshards: bool) -> int:
+    """Whole parameters, and the message that the last of them came in."""
     if not reshards:
-        return itemsize * part.whole
+        return itemsize * (part.whole + (part.largest_layer if split.shards > 1 else 0))
     return itemsize * (part.root + min(GATHERED_LAYERS, part.layers) * part.largest_layer)

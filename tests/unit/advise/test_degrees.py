@@ -77,7 +77,7 @@ def test_a_copy_on_two_nodes_where_one_would_do():
       devices: ["a:0-3", "b:0-3"]
       parallelism:
         fsdp_size: %s
-    critic: {devices: ["a:0", "b:0-2"], parallelism: {fsdp_size: 2, pipeline_parallel_size: 2}}
+    critic: {devices: ["a:0", "b:0-2"], parallelism: {fsdp_size: 2}}
     rollout: {devices: ["a:0"]}
     """
     assert list(torn_copies(job_of(text % 8))) == [

@@ -169,20 +169,22 @@ def test_llama_7b_by_the_published_shape_of_a_layer():
 def test_checkpointing_keeps_a_layers_input_alone():
     model = shape()
     split = model.split(role(), 1)
-    everything, checkpointed = (
-        activations(model, 3, split, 0, 2, TOKENS, HybridEngine(activation_checkpointing=on), 1) for on in (False, True)
+    everything, checkpointed, in_head = (
+        activations(model, 3, split, 0, 2, TOKENS, HybridEngine(activation_checkpointing=on), 1, in_head)
+        for on, in_head in ((False, False), (True, False), (True, True))
     )
     layer, inputs = 64 * layer_bytes(model, 2, TOKENS), 64 * 48 * 2
     last = 64 * 48 * (4 + 2 + 2)  # the last norm and the head's input
     assert everything == 3 * layer + last
     assert checkpointed == 3 * inputs + layer  # what the head keeps has gone by then
+    assert in_head == 3 * inputs + last
 
 
 def test_activations_on_the_host_leave_two_layers():
     model = shape()
     part = memory.held(model, model.split(role(), 1), 0)
     hybrid = HybridEngine(offload_activations=True)
-    on_device = activations(model, part.layers, model.split(role(), 1), 0, 2, TOKENS, hybrid, 1)
+    on_device = activations(model, part.layers, model.split(role(), 1), 0, 2, TOKENS, hybrid, 1, in_head=True)
     assert on_device == 3 * 64 * layer_bytes(model, 2, TOKENS)
 
 
@@ -211,7 +213,9 @@ def test_tensor_parallel_ranks_have_the_inputs_of_attention_and_mlp_whole():
 def test_a_stage_keeps_what_it_received_and_sent():
     model, many = shape(), replace(TOKENS, accumulates=True)
     split = model.split(role(3, pp=3), 1)
-    first, middle, last = (activations(model, 1, split, stage, 2, many, HybridEngine(), 1) for stage in range(3))
+    first, middle, last = (
+        activations(model, 1, split, stage, 2, many, HybridEngine(), 1, in_head=True) for stage in range(3)
+    )
     layer, states, head = 64 * layer_bytes(model, 2, TOKENS), 64 * 48 * 2, 64 * 48 * (4 + 2 + 2)
     assert (first, middle, last) == (3 * (layer + states), 2 * (layer + 2 * states), layer + states + head)
 
@@ -232,9 +236,13 @@ def test_a_frozen_role_holds_its_parameters_in_its_dtype():
 
 
 def test_a_model_that_stays_gathered():
+    """Beside it is the message that the last layer came in, unless there is nobody to send one."""
     model = shape()
-    need = memory.frozen(model, model.split(role(2), 2), 0, 2, TOKENS, role(2), reshards=False)
-    assert need.at_work["gathered layers"] == 2 * model.num_elements
+    layer = sum(prod(size) for name, size in model.shapes.items() if ".layers.0." in name)
+    for ranks, message in ((1, 0), (2, layer)):
+        split = model.split(role(ranks), ranks)
+        need = memory.frozen(model, split, 0, 2, TOKENS, role(ranks), reshards=False)
+        assert need.at_work["gathered layers"] == 2 * (model.num_elements + message)
 
 
 def test_the_cache_of_a_token():

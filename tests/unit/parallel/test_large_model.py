@@ -158,7 +158,7 @@ def test_the_planner_knows_what_is_where(built: Built, model: ModelShape) -> Non
 
 def test_planning_the_weights_takes_seconds(built: Built, model: ModelShape) -> None:
     """To vLLM with eight tensor-parallel workers on each of eight nodes, and to generation in smaller replicas on the
-    ranks themselves; with the building of all ranks it is not much more than them.
+    ranks themselves. The limit is for this and the building of all ranks.
     """
     shards = Shards(built.boxes, NODE_OF)
     split = model.split(job_of(MESH, NODES).spec("actor"), PLACE.dp)

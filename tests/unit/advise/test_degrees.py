@@ -155,3 +155,18 @@ def test_rows_that_the_heads_cannot_be_shared_out_for():
         "mesh.yaml:4: actor.parallelism.context_parallel_size: 4: does not go into the model's num_attention_heads 6 "
         "and num_key_value_heads 2; set it to 1 or 2 or 6 (the model)"
     )
+
+
+def test_an_engine_in_the_ranks_is_cut_as_training_cuts_and_may_lie_on_several_nodes():
+    """vLLM fills an uneven vocabulary up by itself; its replicas lie on one node each."""
+    text = """
+    actor: {{devices: ["node0:0"]}}
+    rollout: {{devices: ["node0:1", "node1:1"], tensor_parallel_size: 2, backend: {backend}}}
+    """
+    (vllm,) = told(text.format(backend="vllm"), "node0:2, node1:2", **(WIDE | {"vocab_size": 321}))
+    assert "replica 0 (node0:1, node1:1) lies on 2 nodes" in vllm
+    (torch,) = told(text.format(backend="torch"), "node0:2, node1:2", **(WIDE | {"vocab_size": 321}))
+    assert torch == (
+        "mesh.yaml:3: rollout.tensor_parallel_size: 2: does not go into the model's vocab_size 321 (the model); set it "
+        "to 1, or use backend vllm"
+    )

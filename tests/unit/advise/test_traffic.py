@@ -103,6 +103,15 @@ def test_in_process_engines_have_memory_of_their_own():
     assert received == {1: 4 * model.num_elements, 2: 4 * model.num_elements}
 
 
+def test_tensor_parallel_engines_in_the_ranks_have_their_parts_alone():
+    """The actor's TP 2 and the rollout's on the same devices: every rank has what it generates with."""
+    text = "actor: {devices: [0, 1], parallelism: {tensor_parallel_size: 2}}\n"
+    job = job_of(text + "rollout: {devices: [0, 1], tensor_parallel_size: 2, backend: torch}")
+    load = weight_load(job, shape(), itemsize=4)
+    assert load.sent == () and len(load.domains) == 2
+    assert all(m.size < 4 * shape().num_elements for m in load.written)
+
+
 @given(
     st.sampled_from([(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (3, 1, 1), (2, 2, 2), (1, 3, 1)]),
     st.booleans(),

@@ -163,7 +163,7 @@ def test_data_and_text_are_read_alike(tree: Any):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts quotes around text that looks like a number with an exponent, as PyYAML does around what it takes for one."""
+    """Puts quotes around text that looks like a number with an exponent, too."""
 
 
 _Dumper.add_implicit_resolver(

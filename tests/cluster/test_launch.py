@@ -24,6 +24,10 @@ pytestmark = [pytest.mark.cluster, requires_hosts, requires_sshd, pytest.mark.ti
 START = 400.0
 """Seconds for a launch to come up on a busy machine: torchrun imports torch on every node."""
 END = 90.0
+TRAINING = 700.0
+"""For two steps of a tiny model in two processes that share two busy cores with others."""
+SEVERED = 300.0
+"""ssh gives up after a minute of silence, as the node does; then the ranks' time to end, and that of a busy machine."""
 SETTINGS = {
     "model": {"path": "some/model"},
     "data": {"train_files": ["train.jsonl"], "train_batch_size": 6},
@@ -200,10 +204,10 @@ def test_nothing_stays_where_the_network_breaks(cluster: Cluster) -> None:
     launch.wait_for("up", 3)
     begin = time.monotonic()
     cluster.nodes[1].link_down()
-    assert launch.wait(150.0) == 1
-    wait_until(lambda: not others(cluster.nodes[1]), 150.0, lambda: str(others(cluster.nodes[1])))
+    assert launch.wait(SEVERED) == 1, launch.out + launch.err
+    wait_until(lambda: not others(cluster.nodes[1]), SEVERED, lambda: str(others(cluster.nodes[1])))
     assert time.monotonic() - begin > 30.0, "a hitch of the network is none"
-    assert not others(cluster.nodes[0])
+    wait_until(lambda: not others(cluster.nodes[0]), 10.0, lambda: str(others(cluster.nodes[0])))
 
 
 def test_nodes_that_cannot_be_reached_are_named_together_and_nothing_starts(cluster: Cluster) -> None:
@@ -258,6 +262,6 @@ def test_training_on_two_nodes(cluster: Cluster) -> None:
     (folder / "mesh.yaml").write_text(yaml.safe_dump(mesh))
     given = ["--config", "run.yaml", "--device_mesh", "mesh.yaml", "--ssh-config", str(cluster.ssh_config)]
     launch = cluster.start(folder, ["-m", "verl", "launch", *given, "--env", "OMP_NUM_THREADS=1"])
-    assert launch.wait(500.0) == 0, launch.err
+    assert launch.wait(START + TRAINING) == 0, launch.err
     assert [line["step"] for line in metrics(Path(config.trainer.run_dir)) if "actor/pg_loss" in line] == [1, 2]
     cluster.assert_nothing_left(10.0)

@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -249,6 +250,49 @@ def test_engines_take_every_version_whole(name: str, limit: int) -> None:
     one_load = ("begin", *(str(number) for number in range(len(buckets))))
     readers = {rank for domain in setup.domains for rank in domain.readers}
     assert [r.log for r in results] == [one_load * LOADS if rank in readers else () for rank in range(WORLD)]
+
+
+class Made(Mapping[str, Tensor]):
+    """Training shards that are made when they are asked for."""
+
+    def __init__(self, shards: dict[str, Tensor]) -> None:
+        self._shards = shards
+        self.asked: list[str] = []
+        self.living: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.asked.append(name)
+        made = self._shards[name].clone()
+        self.living.append(weakref.ref(made))
+        self.most = max(self.most, sum(ref() is not None for ref in self.living))
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
+def load_what_is_made(setup: Setup) -> tuple[list[str], int, int]:
+    """(what was asked for, the most that lived at a time, the most in two buckets)"""
+    side = joined(setup, SMALL)
+    made = Made(side.sources(1))
+    side.sync.run(made, side.targets, side.engine)
+    side.check(1)
+    side.sync.close()
+    side.job.close()
+    held = [len(set(bucket) & set(made)) for bucket in side.buckets]
+    return made.asked, made.most, max(a + b for a, b in zip([0, *held], [*held, 0], strict=True))
+
+
+@pytest.mark.parametrize("name", ["own memory, colocated", "nodes' memory, a ring", "nodes' memory, trained elsewhere"])
+def test_shards_may_be_made_when_they_are_asked_for(name: str) -> None:
+    """Each once, and no more of them live than those of two buckets."""
+    for asked, most, two_buckets in run_ranks(WORLD, load_what_is_made, SETUPS[name]):
+        assert len(set(asked)) == len(asked)
+        assert most <= two_buckets
 
 
 @pytest.mark.parametrize("name", ["own memory, disjoint", "nodes' memory, a ring", "nodes' memory, a ring and a chain"])

@@ -17,6 +17,7 @@ TIGHT = 0.92
 """Part of a device beyond which an estimate and a fragmented allocator leave little room."""
 CACHE = "KV cache"
 CACHE_SETTING = "kv_cache_memory_bytes"
+_LARGER_REPLICA = "raise rollout.tensor_parallel_size, so that a replica has more devices"
 
 
 def too_large(job: Job, found: Sequence[Budget], device_memory: int) -> Iterator[str]:
@@ -106,6 +107,8 @@ def _remedy(job: Job, budget: Budget, role: str, device_memory: int) -> str:
         saved = budget.needs[worker].at_work.get("activations", 0)
         if not job.spec(worker).hybrid_engine.activation_checkpointing and budget.peak - saved < device_memory:
             return f"set {worker}.hybrid_engine.activation_checkpointing: true, which saves most of {gib(saved)} GiB"
+    if role == "rollout" and budget.needs[role].term("weights") >= device_memory:
+        return _LARGER_REPLICA  # on more devices or other ones they would be no less
     if len(budget.needs) > 1:
         smallest = min(budget.needs, key=lambda name: budget.needs[name].total)
         return f"give {role} more devices, or put it and {smallest} on devices of their own"
@@ -113,5 +116,5 @@ def _remedy(job: Job, budget: Budget, role: str, device_memory: int) -> str:
         share = math.floor(100 * (1 - memory.PROCESS_BYTES / device_memory)) / 100
         if 0 < share < memory.engine_share(job.spec("rollout")):
             return f"set rollout.engine_kwargs.gpu_memory_utilization to {share:g}, which leaves the rank its own part"
-        return "raise rollout.tensor_parallel_size, so that a replica has more devices"
+        return _LARGER_REPLICA
     return f"give {role} more devices, or lower {role}'s max_tokens_per_micro_batch"

@@ -77,7 +77,9 @@ def _check(arguments: argparse.Namespace) -> int:
     except UserError as error:
         if not arguments.json:
             raise
-        print(json.dumps({"mesh": str(arguments.mesh), "ok": False, "problems": error.problems}, indent=1))
+        nothing_known = {"warnings": [], "nodes": {}, "roles": {}, "memory": []}
+        wrong = {"mesh": str(arguments.mesh), "ok": False, "problems": error.problems}
+        print(json.dumps(wrong | nothing_known, indent=1))
         return EXIT_CODE
     if arguments.json:
         print(json.dumps(mesh_text.as_json(job, report), indent=1))

@@ -57,7 +57,10 @@ def main() -> int:
     try:
         job = start(order)
     except OSError as error:
-        say(f"verl launch: cannot run {order.command[0]} in {order.workdir}: {error.strerror}: {error.filename}")
+        say(
+            f"verl launch: cannot run {order.command[0]} in {order.workdir}: {error.strerror}: {error.filename}; both "
+            "must be on every node (--workdir DIR for another folder)"
+        )
         return EXIT_CODE
     try:
         return keep(job, orders)

@@ -65,8 +65,17 @@ def _listed(node: Node, items: Sequence[Node], path: str, complain: Complain) ->
         whole = whole and bool(devices) and not twice
         first |= {device: position for device in devices if device not in first}
     if len({device.node is None for device in first}) == 2:
-        complain(node, path, 'mixes an index alone with "node:index"; spell all devices one way')
+        what = 'mixes an index alone with "node:index"; spell all devices one way'
+        complain(node, path, what + slice_hint(tuple(first)))
     return tuple(first) if whole else ()
+
+
+def slice_hint(devices: Sequence[Device]) -> str:
+    """What [0:4] is, which in Python would be a range."""
+    found = next((device for device in devices if device.node is not None and device.node.isdecimal()), None)
+    if found is None:
+        return ""
+    return f" ({found} is device {found.index} of a node {found.node}; a range is {found.node}-{found.index})"
 
 
 def _named_twice(item: Node, twice: Sequence[Device], first: Mapping[Device, int]) -> str:

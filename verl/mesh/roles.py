@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
 from verl.mesh.degrees import quotient, uneven_copies
-from verl.mesh.devices import is_all, read_devices
+from verl.mesh.devices import is_all, read_devices, slice_hint
 from verl.mesh.document import Node, shorten
 from verl.mesh.engine_kwargs import REPLICAS, read_engine_kwargs
 from verl.mesh.spec import ROLES, HybridEngine, Parallelism, RoleSpec, RolloutSpec
@@ -184,9 +184,9 @@ class _Reader:
             first = next(iter(uniform))
             if plain != uniform[first]:
                 one, other = ("an index alone", '"node:index"') if plain else ('"node:index"', "an index alone")
-                self.complain(
-                    nodes[role], f"{role}.devices", f"{one}, where {first} has {other}; spell all devices one way"
-                )
+                what = f"{one}, where {first} has {other}; spell all devices one way"
+                what += slice_hint([*roles[first].devices, *roles[role].devices])
+                self.complain(nodes[role], f"{role}.devices", what)
 
     def one_name_a_node(self, roles: Mapping[str, RoleSpec], nodes: Mapping[str, Node]) -> None:
         """Complains of node1 beside NODE1, which are one machine: they would be counted, and started, as two."""
@@ -195,8 +195,10 @@ class _Reader:
             for node in dict.fromkeys(device.node for device in spec.devices if device.node is not None):
                 first = spelled.setdefault(node.lower(), node)
                 if node != first:
+                    entries = nodes[role].value
+                    assert isinstance(entries, dict), "it has devices"
                     what = f"{node} and {first} are one node; write {first} everywhere"
-                    self.complain(nodes[role], f"{role}.devices", what)
+                    self.complain(entries["devices"], f"{role}.devices", what)
 
     def _mapping(self, node: Node, path: str, keys: Sequence[str], hints: Mapping[str, str]) -> dict[str, Node]:
         """The entries with a known key."""

@@ -29,7 +29,8 @@ def diagnose(facts: Facts, config: PPOConfig | None, mesh: MeshSpec | None) -> l
     if mine is None and set(names) != {f"node{number}" for number in range(len(names))}:  # those go by torchrun's order
         bears = " and ".join(facts.process.hosts)
         wanted = f"one of {', '.join(names)}"
-        return [*found, Problem(node, (), "name", bears, wanted, "export VERL_NODE_NAME=..., or change the mesh")]
+        name = Problem(node, (), "name", bears, wanted, "export VERL_NODE_NAME=..., or change the mesh")
+        return [*found, name, *_network(facts, node, len(names)), *_missing(facts, node)]
     found += [*_network(facts, node, len(names)), *_vllm(facts, node, mesh, mine), *_missing(facts, node)]
     wanted = num_processes(mesh)
     if facts.accelerators and wanted > len(facts.accelerators):

@@ -157,3 +157,4 @@ class WeightSync:
                 flight.views.copy(step.copies)
                 meanwhile()
             flight.arrive()
+        flight.views.forget()

@@ -34,6 +34,11 @@ class Views:
             if here.data_ptr() != there.data_ptr():  # else the engine computes with the trainer's own tensor
                 there.copy_(here)
 
+    def forget(self) -> None:
+        """The step is over: what was made for it is freed."""
+        self._shards.clear()
+        self._memory.clear()
+
     def _view(self, place: Place, domain: str) -> Tensor:
         """`domain`: where the part goes; it tells which bucket it is of."""
         if place.domain is None:

@@ -116,6 +116,10 @@ def test_remedies():
     assert said(Budget((0,), {"rollout": need(90)}, 2, shares=False)) == (
         "raise rollout.tensor_parallel_size, so that a replica has more devices"
     )
+    too_large_beside_others = Need({}, {"weights": 81 * GIB, "KV cache": GIB})
+    assert said(Budget((0,), {"actor": need(20, 5), "rollout": too_large_beside_others}, 2, shares=True)) == (
+        "raise rollout.tensor_parallel_size, so that a replica has more devices"
+    )
     greedy = SHARED.replace("tensor_parallel_size: 2", "engine_kwargs: {gpu_memory_utilization: 0.995}")
     (message,) = fit.too_large(job_of(greedy), [Budget((0,), {"rollout": need(79)}, 2, shares=False)], 80 * GIB)
     assert message.endswith(

@@ -160,7 +160,17 @@ def test_json_of_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str])
         "mesh": "mesh.yaml",
         "ok": False,
         "problems": ["mesh.yaml: no rollout; every mesh names actor and rollout with their devices"],
+        "warnings": [],
+        "nodes": {},
+        "roles": {},
+        "memory": [],
     }
+
+
+def test_a_mesh_in_the_place_of_the_file_s_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "check", "mesh.yaml", "device_mesh=other.yaml")
+    assert (code, out) == (2, "")
+    assert err == ["command line: device_mesh=other.yaml: the mesh is mesh.yaml; name another in its place"]
 
 
 def test_the_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

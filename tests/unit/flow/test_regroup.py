@@ -41,6 +41,11 @@ def test_every_rank_generates_once_and_with_peers_of_its_training_replica(
         assert places == sorted(places) and {b - a for a, b in pairwise(places)} <= {tp // smaller}
 
 
+def test_context_parallel_ranks_have_replicas_of_their_own() -> None:
+    order = generation_order(Placement("actor", tuple(range(8)), tp=4, cp=2), 2)
+    assert pairs(order, 2) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+
+
 def test_sizes_that_do_not_divide_keep_the_listed_order() -> None:
     assert generation_order(Placement("actor", (3, 1, 2, 0), tp=1), 2) == (3, 1, 2, 0)
 

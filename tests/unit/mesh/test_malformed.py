@@ -192,6 +192,20 @@ MALFORMED = [
         "actor: {devices: ['node1:0', 'node2:0']}\nrollout: {devices: ['Node2:1']}",
         "mesh.yaml:2: rollout.devices: Node2 and node2 are one node; write node2 everywhere",
     ),
+    (
+        actor("devices: [0:4]"),
+        'mesh.yaml:3: rollout.devices: an index alone, where actor has "node:index"; spell all devices one way (0:4 is '
+        "device 4 of a node 0; a range is 0-4)",
+    ),
+    (
+        actor("devices: [0:3, 4]"),
+        'mesh.yaml:2: actor.devices: mixes an index alone with "node:index"; spell all devices one way (0:3 is device '
+        "3 of a node 0; a range is 0-3)",
+    ),
+    (
+        "actor:\n  dtype: float32\n  devices: ['a:0', 'A:1']\nrollout: {devices: ['a:0']}",
+        "mesh.yaml:3: actor.devices: A and a are one node; write a everywhere",
+    ),
     # ranges and the whole job
     (
         actor("devices: 0-3"),

@@ -227,7 +227,7 @@ def test_an_override_may_be_the_whole_job():
         (
             "device_mesh.actor.devices=[0",
             "command line: actor.devices: not valid YAML: while parsing a flow sequence, expected ',' "
-            "or ']', but got '<stream end>'",
+            "or ']', but got '<stream end>'; close the bracket, and part its entries by commas",
         ),
         (
             "device_mesh.actor.devices.0=1",

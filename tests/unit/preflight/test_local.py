@@ -57,6 +57,8 @@ def test_a_name_that_the_mesh_does_not_know() -> None:
     (problem,) = diagnose(stranger, PPOConfig(), mesh())
     assert (problem.what, problem.here, problem.wanted) == ("name", "gpu-17", "one of node1, node2")
     assert "VERL_NODE_NAME" in problem.remedy
+    worse = replace(stranger, network=Network("lo", "127.0.1.1", None, "eth0"), files={"model.path": None})
+    assert whats(worse, mesh()) == ["name", "network", "model.path"], "all that can be known without it"
 
 
 def test_names_by_torchruns_order_need_not_be_borne() -> None:

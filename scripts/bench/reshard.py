@@ -298,13 +298,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument("--threads", type=at_least(1), default=2, help="of the engine; default 2")
     given = arguments.parse_args(argv)
     repetitions = given.repetitions or (1 if given.quick else 5)
+    folder = model_folder(given.model, given.quick)
     model = replace(Model(), layers=2, hidden=64, vocabulary=512) if given.quick else Model()
     with OtherPrograms() as others:
         table = layouts_table(model, (given.bucket * MIB) // (64 if given.quick else 1), repetitions)
     show(table, others)
     if probe("cpu").usable:
         with OtherPrograms() as others:
-            table = vllm_table(model_folder(given.model, given.quick), repetitions, given.threads)
+            table = vllm_table(folder, repetitions, given.threads)
         show(table, others)
     return 0
 

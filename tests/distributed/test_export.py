@@ -185,7 +185,10 @@ def test_an_existing_folder_is_replaced_on_demand_alone(exported: dict[str, Expo
     (out / "mine").write_text("precious")
     with pytest.raises(UserError, match="exists already"):
         export_checkpoint(checkpoint, "actor", out)
+    with pytest.raises(UserError, match="is no model's folder"):
+        export_checkpoint(checkpoint, "actor", out, replace=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (out / "mine").exists()
+    (out / "config.json").write_text("{}")
     export_checkpoint(checkpoint, "actor", out, replace=True)
     assert (out / "model.safetensors").exists() and not (out / "mine").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -67,6 +67,8 @@ def run(train: Train, argv: Sequence[str]) -> int:
             # The node's first process is about to say the same, and torchrun ends all others as soon as one ends. Only
             # what that one does not find out, such as a device that is missing here alone, is said by this one.
             time.sleep(OTHERS_WAIT_SECONDS)
+            if isinstance(error, SharedError):  # that one has it too; a busy torchrun may take longer than this wait
+                return EXIT_CODE
         print(error, file=sys.stderr, flush=True)
         if not isinstance(error, SharedError) and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
             from verl.flow.meeting import refuse  # imports torch, which --help need not wait for

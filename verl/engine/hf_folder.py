@@ -21,6 +21,8 @@ _TOKENIZER_FILES = (
     "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.py",
 )  # fmt: skip
 _HEAD = "score.weight"
+_MARKS = ("config.json", "adapter_config.json")
+"""One of them is in every folder that an export writes."""
 
 
 def copy_companions(folder: Path, target: Path, tokenizer_folder: Path | None = None) -> None:
@@ -51,9 +53,16 @@ def plan_files(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]
 
 
 def check_free(out: Path, replace: bool) -> None:
-    """Raises UserError when `out` exists and is not to be replaced."""
-    if out.exists() and not replace:
+    """Raises UserError when `out` exists and is not to be replaced, or is something else than a model's folder."""
+    if not out.exists():
+        return
+    if not replace:
         raise UserError(f"{out.absolute()} exists already. Name another folder, or remove that one first.")
+    is_model = any((out / name).is_file() for name in _MARKS)
+    if not is_model and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(
+            f"{out.absolute()} is to be replaced and is no model's folder ({' or '.join(_MARKS)} in it). Name another."
+        )
 
 
 class HFFolder:

@@ -48,7 +48,8 @@ def read_engine_kwargs(entries: Mapping[str, Node], complain: Complain) -> dict[
     if cache is not None and not (type(cache.value) is int and cache.value > 0):  # type(): a bool is an int
         what = f"needs a whole number of bytes, such as 12884901888 (12 GiB), got {cache}"
         complain(cache, f"{_PATH}.kv_cache_memory_bytes", what)
-    if share is not None and not (type(share.value) in (int, float) and 0 < share.value <= 1):
+    part = None if share is None or isinstance(share.value, bool) else share.value
+    if share is not None and not (isinstance(part, int | float) and 0 < part <= 1):
         what = f"needs a part of the device's memory, such as 0.9, got {share}"
         complain(share, f"{_PATH}.gpu_memory_utilization", what)
     return node.plain()

@@ -10,7 +10,7 @@ import pytest
 from verl.cli import command_line
 from verl.cli.command_line import load
 from verl.config import ActorConfig, AdvantageEstimator, PPOConfig, Resume
-from verl.errors import ConfigError, UserError
+from verl.errors import ConfigError, SharedError, UserError
 from verl.mesh.spec import Device, MeshSpec, RolloutSpec
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -381,6 +381,21 @@ def test_a_further_process_of_a_node_leaves_the_report_to_the_first_but_never_lo
     assert command_line.run(lambda config, mesh: None, ["nope=1"]) == 2
     assert time.monotonic() - started > 0.5
     assert capsys.readouterr().err.startswith("command line: nope: unknown setting")
+
+
+def test_a_further_process_of_a_node_never_says_what_all_of_them_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Not even where torchrun, on a busy machine, ends it late."""
+
+    def train(config: PPOConfig, mesh: MeshSpec) -> None:
+        raise SharedError("one table")
+
+    monkeypatch.setattr(command_line, "OTHERS_WAIT_SECONDS", 0.0)
+    for local_rank, said in (("1", ""), ("0", "one table\n")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert command_line.run(train, []) == 2
+        assert capsys.readouterr() == ("", said)
 
 
 def test_multirun_gives_each_job_a_folder_of_its_own(

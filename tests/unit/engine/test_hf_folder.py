@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.engine.hf_folder import copy_companions, plan_files, written_config
+from verl.engine.hf_folder import check_free, copy_companions, plan_files, written_config
 from verl.errors import UserError
 
 sizes = st.dictionaries(st.text(min_size=1, max_size=3), st.integers(1, 50), min_size=1, max_size=12)
@@ -30,6 +30,23 @@ def test_files_are_named_as_transformers_names_them() -> None:
         "model-00001-of-00002.safetensors": ["a", "b"],
         "model-00002-of-00002.safetensors": ["c"],
     }
+
+
+def test_only_a_models_folder_is_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    check_free(out, replace=False)
+    out.mkdir()
+    check_free(out, replace=True)  # empty
+    (out / "thesis.tex").write_text("precious")
+    file = tmp_path / "file"
+    file.write_text("precious")
+    for other in (out, file):
+        with pytest.raises(UserError, match=rf"{other} exists already"):
+            check_free(other, replace=False)
+        with pytest.raises(UserError, match=rf"{other} is to be replaced and is no model's folder \(config\.json or"):
+            check_free(other, replace=True)
+    (out / "adapter_config.json").write_text("{}")
+    check_free(out, replace=True)
 
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32", "rope_theta": 1e4}

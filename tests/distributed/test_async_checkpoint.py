@@ -74,7 +74,8 @@ def slow_disk() -> None:
 
 
 def steps(run_dir: Path) -> set[str]:
-    return {path.name for path in (run_dir / "checkpoints").iterdir()}
+    """None before the first save has made the folder."""
+    return {path.name for path in (run_dir / "checkpoints").glob("*")}
 
 
 # -- what is in it -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ own in .venv-trl/, of the last version that has a PPO trainer. Runs of the two s
 is left out.
 
 fixed: 16 prompts of about 45 tokens, 64 tokens each, whatever is sampled.
-ragged: 16 prompts of 20 to 120 tokens, up to 128 tokens each, which a full stop ends (after about 24).
+ragged: 16 prompts of 20 to 120 tokens, up to 128 tokens each, which a full stop ends (after 20 to 24).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _equal(draws: random.Random, number: int) -> Iterator[Messages]:
 
 
 def _ragged(draws: random.Random, number: int) -> Iterator[Messages]:
-    """A question after none or up to all of the facts. SmolLM2-135M's first sentence has 24 tokens on average."""
+    """A question after none or up to all of the facts. The first sentence of SmolLM2-135M has 20 to 24 tokens on average."""
     for _ in range(number):
         facts = draws.sample(FACTS, draws.randint(0, len(FACTS)))
         question = " ".join([*facts, draws.choice(QUESTIONS)])

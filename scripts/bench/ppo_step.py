@@ -82,7 +82,7 @@ def _equal(draws: random.Random, number: int) -> Iterator[Messages]:
 
 
 def _ragged(draws: random.Random, number: int) -> Iterator[Messages]:
-    """A question after none or up to all of the facts. The first sentence of SmolLM2-135M has 20 to 24 tokens on average."""
+    """A question after none or up to all of the facts, which SmolLM2-135M answers with 20 to 24 tokens on average."""
     for _ in range(number):
         facts = draws.sample(FACTS, draws.randint(0, len(FACTS)))
         question = " ".join([*facts, draws.choice(QUESTIONS)])

@@ -100,8 +100,9 @@ def test_the_work_of_a_child_is_not_another_programs() -> None:
     """Half a second of work in a child that has been waited for; `cores` is at least what others did use."""
     before_busy, before_own = common._busy_seconds(), common._own_seconds()
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
-    assert common._own_seconds() - before_own >= 0.5
-    assert common._busy_seconds() - before_busy >= 0.4  # in ticks of a hundredth
+    # in ticks of a hundredth of a second, of user and system time each
+    assert common._own_seconds() - before_own >= 0.45
+    assert common._busy_seconds() - before_busy >= 0.4
 
 
 # -- the critical path -------------------------------------------------------------------------------------------------

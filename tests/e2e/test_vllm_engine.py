@@ -319,8 +319,9 @@ def test_two_workers(start: Callable[..., Rig]) -> None:
     assert mapped, "the workers meet in shared memory"
     assert not {path for path in mapped if path.exists()}, "whose names are gone, so that no kill can leave them behind"
 
-    samples = rig.engine.generate([Request(0, (1, 2, 3), seed=0)], LONG)
     worker = max(pid for pid in session_members(session) if "cpushm" in Path(f"/proc/{pid}/maps").read_text())
+    os.kill(worker, signal.SIGSTOP)  # so that the samples cannot be done before it is killed
+    samples = rig.engine.generate([Request(0, (1, 2, 3), seed=0)], LONG)
     os.kill(worker, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"engine worker VllmWorker-1, process \d+, died"):

@@ -3,9 +3,9 @@
     python -m scripts.bench.reshard [--bucket 16] [--model FOLDER]
 
 Eight layouts: a model trained as 2 x 2 x 2 (pp x dp x tp) on ranks 0 to 7 goes to generation layouts on the same,
-overlapping or other ranks of one node, from float32 shards to bfloat16 parameters. Held against the fewest bytes that
-could do it, a bare transfer of the same bytes by gloo (one message, packed before, for each pair of ranks), and what a
-gather does, after which every rank has held all of the model.
+overlapping or other ranks of one node, from float32 shards to bfloat16 parameters as the torch backend has them. Held
+against the fewest bytes that could do it, a bare transfer of the same bytes by gloo (one message, packed before, for
+each pair of ranks), and what a gather does, after which every rank has held all of the model.
 
 Then vLLM's whole weight sync, from the trainer's tensors to the committed version, against a plain copy of its bytes.
 """
@@ -22,12 +22,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import Tensor
 
 from scripts.bench.common import OtherPrograms, Table, at_least, figure, model_folder, parser, seconds, show
 from scripts.bench.engines import DTYPE, load, start_vllm
 from scripts.bench.ranks import on_ranks
 from verl.flow.job import Job, start_job
 from verl.flow.placement import make_world_group
+from verl.flow.window import Address, Window
 from verl.generation.vllm.options import VllmOptions
 from verl.generation.vllm.probe import probe
 from verl.reshard.boxes import Split, own_domains, training_boxes
@@ -35,6 +37,7 @@ from verl.reshard.buckets import cut_buckets, largest_bucket
 from verl.reshard.execute import WeightSync
 from verl.reshard.layout import Box, Domain, Shards, intersect, volume, within
 from verl.reshard.plan import plan
+from verl.reshard.schedule import from_neighbours
 
 TARGET = 1.5
 """Times a bare transfer of the same bytes."""
@@ -130,6 +133,8 @@ class Bench:
         self.domains = own_domains(training_boxes(self.shapes, generation, layout.ranks))
         self.buckets = cut_buckets(self.shapes, DTYPE.itemsize, bucket)
         self.two_buckets = 2 * largest_bucket(self.buckets, self.shapes, DTYPE.itemsize)
+        self.domain: Domain | None = next((d for d in self.domains if job.rank in d.readers), None)
+        self.targets, addresses = self.make_parameters()
         self.sync = WeightSync(
             job.rank,
             self.shards,
@@ -138,13 +143,11 @@ class Bench:
             DTYPE,
             make_world_group("weights", job.timeout),
             job.board,
+            addresses=addresses,
         )
         draws = torch.Generator().manual_seed(job.rank)
         mine = self.shards.boxes.get(job.rank, {})
         self.sources = {name: torch.randn(_sizes(box), generator=draws) for name, box in mine.items()}
-        self.domain: Domain | None = next((d for d in self.domains if job.rank in d.readers), None)
-        boxes = self.domain.boxes if self.domain else {}
-        self.targets = {name: torch.empty(_sizes(box), dtype=DTYPE) for name, box in boxes.items()}
         pairs: dict[tuple[int, int], int] = {}
         for t in plan(self.shards, self.domains, DTYPE.itemsize):
             if t.src != t.dst:
@@ -152,6 +155,18 @@ class Bench:
         self.outgoing = {d: torch.ones(n, dtype=torch.uint8) for (s, d), n in pairs.items() if s == job.rank}
         self.incoming = {s: torch.ones(n, dtype=torch.uint8) for (s, d), n in pairs.items() if d == job.rank}
         self.whole = {name: torch.empty(shape, dtype=DTYPE) for name, shape in self.shapes.items()}
+
+    def make_parameters(self) -> tuple[dict[str, Tensor], dict[str, Address]]:
+        """Of a rank that generates, and where the others find those that they write into: as the torch backend has
+        them."""
+        if self.domain is None:
+            return {}, {}
+        shapes = {name: _sizes(box) for name, box in self.domain.boxes.items()}
+        transfers = plan(self.shards, self.domains, DTYPE.itemsize)
+        names = from_neighbours(transfers, self.shards.node_of, self.domain.name)
+        window = Window({name: shapes[name] for name in names}, DTYPE)
+        own = {name: torch.empty(shape, dtype=DTYPE) for name, shape in shapes.items() if name not in names}
+        return own | window.tensors, {self.domain.name: window.address(window.tensors)}
 
     def run(self, repetitions: int) -> Figures | None:
         """By turns, after one of each that is not counted."""
@@ -266,10 +281,10 @@ def vllm_table(folder: Path, repetitions: int, threads: int) -> Table:
         for name, tensor in load_file(file).items()
     }
     options = VllmOptions(model_path=str(folder), dtype="bfloat16", max_model_len=64, max_num_seqs=4, threads=threads)
-    engine = start_vllm(options, folder, "reshard")
+    engine, memory = start_vllm(options, folder, "reshard")
     try:
         engine.wait_ready()
-        names = [name for bucket in engine.memory.buckets for name, _, _ in bucket]
+        names = [name for bucket in memory.buckets for name, _, _ in bucket]
         targets = {name: torch.empty_like(weights[name], dtype=DTYPE) for name in names}
         megabytes = sum(tensor.nbytes for tensor in targets.values()) / 1e6
 
@@ -278,7 +293,7 @@ def vllm_table(folder: Path, repetitions: int, threads: int) -> Table:
                 target.copy_(weights[name])
 
         copied = statistics.median([seconds(copy) for _ in range(1 + repetitions)][1:])
-        loads = [load(engine, weights, version) for version in range(1, 2 + repetitions)][1:]
+        loads = [load(engine, memory, weights, version) for version in range(1, 2 + repetitions)][1:]
     finally:
         engine.close()
     table = Table(

@@ -99,3 +99,9 @@ def node_domains(shapes: Shapes, leaders: Sequence[int], node_of: Mapping[int, s
         readers.setdefault(node_of[rank], []).append(rank)
     members = {node: tuple(rank for rank in sorted(node_of) if node_of[rank] == node) for node in readers}
     return [Domain(f"node {node}", members[node], tuple(ranks), boxes, slots) for node, ranks in readers.items()]
+
+
+def device_domains(shapes: Shapes, ranks: Sequence[int], slots: int) -> list[Domain]:
+    """Memory on the device of each of these ranks, which takes buckets whole and which it alone writes."""
+    boxes = {name: whole(shape) for name, shape in shapes.items()}
+    return [Domain(f"device of rank {rank}", (rank,), (rank,), boxes, slots) for rank in ranks]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.flow.board import Board
+from verl.flow.window import Address
 from verl.reshard.buckets import Buckets, largest_bucket
 from verl.reshard.flight import Flight, Flights, Target, Views
 from verl.reshard.layout import Domain, Shards
@@ -22,7 +23,10 @@ from verl.reshard.staging import Staging
 
 
 class Reader(Protocol):
-    """An engine that takes the weights of a domain."""
+    """An engine that takes the weights of a domain.
+
+    It is told of buckets where they lie in slots. What is in its own parameters has been taken in.
+    """
 
     def begin_load(self) -> None:
         """From now on its weights are of no version, until the load is committed."""
@@ -42,7 +46,7 @@ class Traffic:
     """Bytes that this rank moves in one load."""
 
     wire: int
-    """Sent to other ranks."""
+    """To other ranks: sent, or written into their memory."""
     local: int
     """Written from its own shards."""
 
@@ -50,9 +54,10 @@ class Traffic:
 class WeightSync:
     """From the actor's shards to the rollout's memory, again and again by one plan.
 
-    While a step's messages are on their way, a rank packs and sends what the next step has of its own shards, as far as
-    the memory of two buckets goes. While a domain's readers take one bucket in, its writers fill the next slot. The end
-    of a load is awaited at the start of the next one: ranks that only write go on with their work.
+    Parameters of other ranks of its node a rank writes itself, where it has their address; else it sends messages.
+    While a step's are on their way, it packs and sends what the next step has of its own shards, as far as the memory
+    of two buckets goes. While a domain's readers take one bucket in, its writers fill the next slot. The end of a load
+    is awaited at the start of the next one: ranks that only write go on with their work.
     """
 
     def __init__(
@@ -65,15 +70,24 @@ class WeightSync:
         group: dist.ProcessGroup,
         board: Board,
         on_host: bool = True,
+        addresses: Mapping[str, Address] | None = None,
     ) -> None:
         """Collective. `dtype`: of the messages, the engine's own. `group`: a gloo group of all ranks that carries
-        nothing else. `on_host`: the domains that this rank is a member of are in host memory.
+        nothing else. `on_host`: the domains that this rank is a member of are in host memory. `addresses`: of its own
+        parameters, by domain, where other ranks of the node can write what they have of them
+        (`verl.reshard.schedule.from_neighbours`); without one it comes by messages.
         """
         self.rank, self._group, self._board = rank, group, board
         self._domains = {domain.name: domain for domain in domains}
         transfers = plan(shards, domains, dtype.itemsize)
-        self._steps = make_steps(rank, transfers, shards, domains, buckets, lags(shards, domains))
-        self._signals = Signals(rank, domains, transfers, buckets, group, board)
+        opened = self._gather(addresses or {})
+        self._steps = make_steps(rank, transfers, shards, domains, buckets, lags(shards, domains), opened)
+        direct = [m for step in self._steps for turn in step.rounds for m in turn if m.direct]
+        beyond = {name: opened[name].open() for name in {m.domain for m in direct if m.src == rank}}
+        self._beyond: dict[str, Target] = {name: lambda _, found=found: found for name, found in beyond.items()}
+        """Other ranks' parameters that this one writes into."""
+        neighbours = sorted({m.src for m in direct if m.dst == rank})
+        self._signals = Signals(rank, domains, transfers, buckets, neighbours, group, board)
         staged = [step.staged(on_host) for step in self._steps]
         together = [here + before for here, before in zip(staged, [0, *staged], strict=False)]  # none: no steps
         limit = 2 * largest_bucket(buckets, shards.shapes(), dtype.itemsize)
@@ -81,7 +95,6 @@ class WeightSync:
         """Whether each step has room beside the one before."""
         needed = [both if fits else here for here, both, fits in zip(staged, together, self._beside, strict=True)]
         self._staging = Staging(dtype, max(needed, default=0))
-        self._open_peers()
         self._taking: tuple[str, int] | None = None
         self.traffic = Traffic(
             sum(t.size for t in transfers if t.src == rank != t.dst),
@@ -104,14 +117,16 @@ class WeightSync:
         self._signals.await_end()
         if reader is not None:
             reader.begin_load()
-        flights = Flights(partial(self._depart, sources, targets), self._beside)
+        self._signals.tell_open()
+        flights = Flights(partial(self._depart, sources, {**targets, **self._beyond}), self._beside)
         for number, step in enumerate(self._steps):
             self._signals.await_slots(step.filled)
             flight = flights.of(number)
             self._carry_out(step, flight, partial(flights.depart_early, number + 1))
             self._signals.tell_ready(step.filled)
             for name, bucket in step.filled.items():
-                if self.rank in self._domains[name].readers:
+                domain = self._domains[name]
+                if self.rank in domain.readers and domain.slots is not None:
                     assert reader is not None
                     self._signals.await_ready(name, bucket)
                     self._await_taken(reader)
@@ -127,14 +142,12 @@ class WeightSync:
         """The normal end, on every rank: the last load has been read."""
         self._signals.await_end()
 
-    def _open_peers(self) -> None:
-        """The memory of the ranks of this node that others read."""
-        addresses: list[Any] = [None] * self._group.size()
-        with self._board.waiting([rank for rank in range(len(addresses)) if rank != self.rank], "start-up"):
-            dist.all_gather_object(addresses, self._staging.address, group=self._group)
-        messages = [m for step in self._steps for turn in step.rounds for m in turn]
-        for rank in sorted({m.src for m in messages if m.shared and m.dst == self.rank}):
-            self._staging.open_peer(rank, addresses[rank])
+    def _gather(self, addresses: Mapping[str, Address]) -> dict[str, Address]:
+        """Those of all ranks."""
+        found: list[Any] = [None] * self._group.size()
+        with self._board.waiting([rank for rank in range(len(found)) if rank != self.rank], "start-up"):
+            dist.all_gather_object(found, dict(addresses), group=self._group)
+        return {name: address for mine in found for name, address in mine.items()}
 
     def _await_taken(self, reader: Reader) -> None:
         if self._taking is not None:
@@ -145,7 +158,7 @@ class WeightSync:
     def _depart(self, sources: Mapping[str, Tensor], targets: Mapping[str, Target], number: int) -> Flight:
         step = self._steps[number]
         views = Views(step.filled, sources, targets)
-        flight = Flight(self.rank, self._group, self._board, views, self._staging, number)
+        flight = Flight(self.rank, self._group, self._board, self._signals, views, self._staging.region(number))
         flight.post([m for turn in step.rounds for m in turn if m.early])
         return flight
 

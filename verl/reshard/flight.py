@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.flow.board import Board
-from verl.reshard.schedule import TAKEN_TAGS, Copy, Message, Place
-from verl.reshard.staging import Parts, Staging, unpack
+from verl.reshard.schedule import Copy, Message, Place
+from verl.reshard.signals import Signals
+from verl.reshard.staging import Parts, Region, unpack
 
 Target = Callable[[int], Mapping[str, Tensor]]
 """Number of a bucket -> tensors of a domain, as it has them; those of that bucket at least."""
 
 
 class Views:
-    """What a step's places are, as views of the tensors that this rank has."""
+    """What a step's places are, as views of the tensors that this rank has or can write into."""
 
     def __init__(self, filled: Mapping[str, int], sources: Mapping[str, Tensor], targets: Mapping[str, Target]) -> None:
         self._filled, self._sources, self._targets = filled, sources, targets
@@ -61,20 +62,25 @@ class _Posted(NamedTuple):
 
 
 class _Coming(NamedTuple):
-    message: Message
     posted: _Posted
-    parts: Parts
+    parts: Parts | None
+    """None: it is written where it belongs, and what comes says that it is there."""
 
 
 class Flight:
     """Posts the messages of a step, and waits for them."""
 
     def __init__(
-        self, rank: int, group: dist.ProcessGroup, board: Board, views: Views, staging: Staging, number: int
+        self,
+        rank: int,
+        group: dist.ProcessGroup,
+        board: Board,
+        signals: Signals,
+        views: Views,
+        region: Region,
     ) -> None:
-        """`number`: of the step."""
-        self._rank, self._group, self._board, self.views = rank, group, board, views
-        self._staging, self._region = staging, staging.region(number)
+        self._rank, self._group, self._board, self._signals = rank, group, board, signals
+        self.views, self._region = views, region
         self._packed: dict[int, Tensor] = {}
         self._coming: list[_Coming] = []
         self._passed_on: list[_Posted] = []
@@ -83,41 +89,35 @@ class Flight:
         """What else has been sent, and perhaps not been received yet."""
 
     def post(self, messages: Sequence[Message]) -> None:
-        """What is received first: it can come while the rest is packed."""
-        for m in sorted(messages, key=lambda m: m.src == self._rank):
-            parts = self.views.parts(m)
-            if m.content is None:
-                memory = torch.empty(1, dtype=torch.int64) if m.shared else self._region.place(parts)
-                self._coming.append(_Coming(m, self._receive(memory, m.src, m.tag), parts))
-            else:
-                self._depart(m, self._pack(m.content, parts, m.shared))
+        """What is received first, and what is written by this rank last: the rest can be on its way meanwhile."""
+        for m in (m for m in messages if m.dst == self._rank and (m.told or not m.direct)):
+            parts = None if m.direct else self.views.parts(m)
+            memory = torch.empty(1, dtype=torch.uint8) if parts is None else self._region.place(parts)
+            self._coming.append(_Coming(self._receive(memory, m.src, m.tag), parts))
+        for m in (m for m in messages if m.content is not None):
+            (self._left if m.early else self._passed_on).append(self._send(self._pack(m), m.dst, m.tag))
+        for m in (m for m in messages if m.direct and m.src == self._rank):
+            self._signals.await_open(m.dst)
+            self.views.copy(m.copies)
+            if m.told:
+                self._signals.tell_written(m.dst, m.tag)
 
-    def _pack(self, content: int, parts: Parts, shared: bool) -> Tensor:
-        """Once, if it goes to several ranks. `shared`: it is to lie where another rank can read it."""
-        packed = self._packed.get(content)
-        if packed is None or (shared and not self._staging.holds(packed)):
-            packed = self._packed[content] = self._region.pack(parts, in_place=not shared)
-        return packed
-
-    def _depart(self, m: Message, packed: Tensor) -> None:
-        if m.shared:
-            self._left.append(self._send(self._staging.notice(packed), m.dst, m.tag))
-            self._left.append(self._receive(torch.empty(1, dtype=torch.uint8), m.dst, TAKEN_TAGS + m.tag))
-        else:
-            (self._left if m.early else self._passed_on).append(self._send(packed, m.dst, m.tag))
+    def _pack(self, m: Message) -> Tensor:
+        """Once, if it goes to several ranks."""
+        assert m.content is not None
+        if m.content not in self._packed:
+            self._packed[m.content] = self._region.pack(self.views.parts(m))
+        return self._packed[m.content]
 
     def arrive(self) -> None:
-        """Puts what has been posted where it belongs as it comes. What was sent from memory that the next step may
-        write has been received too.
+        """What has been posted is where it belongs, and what was sent from memory that the next step may write has been
+        received too.
         """
         peers = {p.peer for p in self._passed_on} | {coming.posted.peer for coming in self._coming}
         with self._board.waiting(sorted(peers), "weights"):
-            for m, posted, parts in self._coming:
+            for posted, parts in self._coming:
                 posted.work.wait()
-                if m.shared:
-                    unpack(self._staging.of_peer(m.src, posted.memory, m.numel), parts)
-                    self._left.append(self._send(torch.zeros(1, dtype=torch.uint8), m.src, TAKEN_TAGS + m.tag))
-                else:
+                if parts is not None:
                     unpack(posted.memory, parts)
             for posted in self._passed_on:
                 posted.work.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,18 +16,24 @@ ALONE_BYTES = 1 << 20
 it a message costs more than the copy."""
 FIRST_TAG = 8
 """Of weights; `verl.reshard.signals` has the tags below."""
-TAKEN_TAGS = 1 << 24
-"""Added to a message's tag: the tag of the answer that it has been read."""
 
 
 class Place(NamedTuple):
-    """A part of a tensor that this rank has."""
+    """A part of a tensor that this rank has, or can write into."""
 
     name: str
     domain: str | None
     """Whose memory the tensor is in; None: it is a training shard of this rank."""
     index: tuple[slice, ...]
     """What of the tensor it is; () for all of it."""
+
+
+class Copy(NamedTuple):
+    """What a rank writes itself."""
+
+    transfer: Transfer
+    source: Place
+    target: Place
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,28 +45,26 @@ class Message:
     """Packed behind each other."""
     alone: bool
     """There is one, and it can be received where it belongs."""
-    shared: bool
-    """Both ranks are on one node: the one reads what the other has packed, and no byte goes through a socket."""
+    direct: bool
+    """Its sender writes it where it belongs, in memory that both ranks have."""
+    told: bool
+    """The receiver of this direct one hears when it is there: the last one of its pair in a load that is written early,
+    and the last one that is not. Nobody waits for the others, as the plan has nothing of them passed on."""
+    copies: tuple[Copy, ...]
+    """What its sender writes, of a direct one; on the receiver none."""
     places: tuple[Place, ...]
-    """Where they are on this rank."""
+    """Where the parts of another one are on this rank."""
     tag: int
     """Of its pair of ranks, it is the only message of a load with this one."""
     content: int | None
-    """Equal for messages that this rank sends in one step and that carry the same; None: it receives this one."""
+    """Equal for messages that this rank sends in one step and that carry the same; None: it receives this one, or
+    writes it."""
     early: bool
     """It may be posted on this rank before the step begins: it needs nothing that comes, nor a slot that is read."""
 
     @property
     def numel(self) -> int:
         return sum(volume(t.box) for t in self.transfers)
-
-
-class Copy(NamedTuple):
-    """What a rank writes of its own shards."""
-
-    transfer: Transfer
-    source: Place
-    target: Place
 
 
 @dataclass
@@ -78,9 +82,9 @@ class Step:
 
         `received_in_place`: those that may be are, as their tensors are in host memory.
         """
-        messages = [m for turn in self.rounds for m in turn]
+        messages = [m for turn in self.rounds for m in turn if not m.direct]
         sent = {m.content: m.numel for m in messages if m.content is not None}
-        received = [m for m in messages if m.content is None and not m.shared]
+        received = [m for m in messages if m.content is None]
         return sum(sent.values()) + sum(m.numel for m in received if not (m.alone and received_in_place))
 
 
@@ -91,18 +95,21 @@ def make_steps(
     domains: Sequence[Domain],
     buckets: Buckets,
     lags: Mapping[str, int],
+    opened: Collection[str],
 ) -> list[Step]:
     """Bucket b of a domain is filled in step b + lag. Only what the sender still has then is passed on: a domain with
     two slots keeps a bucket for the step after the one that fills it.
+
+    `opened`: the domains in which other ranks of the node can write.
     """
     steps = [Step() for _ in range(len(buckets) + max(lags.values(), default=0))]
     for domain in domains:
         for bucket in range(len(buckets)):
             steps[bucket + lags[domain.name]].filled[domain.name] = bucket
     of, number_of = {domain.name: domain for domain in domains}, bucket_of(buckets)
-    here = _Here(rank, shards, of)
+    here = _Here(rank, shards, of, opened)
     packed: dict[tuple[int, int, int, int, str], list[Transfer]] = {}
-    groups: list[tuple[int, int, bool, list[Transfer]]] = []
+    groups: list[_Group] = []
     for t in transfers:
         if rank not in (t.src, t.dst):
             continue
@@ -112,22 +119,45 @@ def make_steps(
             continue
         if t.origin is not None and of[t.origin].slots is not None:
             assert lags[t.domain] - lags[t.origin] in (0, 1), f"{t.origin} has overwritten what {t.domain} is to get"
-        near = shards.node_of[t.src] == shards.node_of[t.dst]
-        if not near and t.size >= ALONE_BYTES and contiguous(t.box, of[t.domain].boxes[t.name]):
-            groups.append((number, t.round, True, [t]))
+        if not here.writes(t) and t.size >= ALONE_BYTES and contiguous(t.box, of[t.domain].boxes[t.name]):
+            groups.append(_Group(number, t.round, True, [t]))
         else:
             packed.setdefault((number, t.round, t.src, t.dst, t.domain), []).append(t)
-    groups += [(number, turn, False, parts) for (number, turn, *_), parts in packed.items()]
-    here.add_messages(steps, sorted(groups, key=lambda group: group[:2]))
+    groups += [_Group(number, turn, False, parts) for (number, turn, *_), parts in packed.items()]
+    here.add_messages(steps, sorted(groups, key=lambda group: (group.step, group.round)))
     return steps
+
+
+def from_neighbours(transfers: Sequence[Transfer], node_of: Mapping[int, str], domain: str) -> set[str]:
+    """The parameters of a domain of which other ranks of its node have something."""
+    return {t.name for t in transfers if t.domain == domain and t.src != t.dst and node_of[t.src] == node_of[t.dst]}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What goes from one rank to another in one message."""
+
+    step: int
+    round: int
+    alone: bool
+    parts: list[Transfer]
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        return self.parts[0].src, self.parts[0].dst
+
+    @property
+    def of_shards(self) -> bool:
+        """All of it is what its sender trains."""
+        return all(t.origin is None for t in self.parts)
 
 
 class _Here:
     """The schedule from one rank's end."""
 
-    def __init__(self, rank: int, shards: Shards, domains: Mapping[str, Domain]) -> None:
+    def __init__(self, rank: int, shards: Shards, domains: Mapping[str, Domain], opened: Collection[str]) -> None:
         self._rank, self._boxes, self._domains = rank, shards.boxes.get(rank, {}), domains
-        self._node_of = shards.node_of
+        self._node_of, self._opened = shards.node_of, opened
 
     def shard(self, t: Transfer) -> Place:
         return Place(t.name, None, within(t.box, self._boxes[t.name]))
@@ -135,23 +165,37 @@ class _Here:
     def memory(self, t: Transfer, domain: str) -> Place:
         return Place(t.name, domain, within(t.box, self._domains[domain].boxes[t.name]))
 
-    def add_messages(self, steps: Sequence[Step], groups: Sequence[tuple[int, int, bool, list[Transfer]]]) -> None:
-        """`groups`: step, round, whether it is one alone, and what is packed together; ascending."""
+    def source(self, t: Transfer) -> Place:
+        return self.shard(t) if t.origin is None else self.memory(t, t.origin)
+
+    def writes(self, t: Transfer) -> bool:
+        """The source's rank can write it where it belongs."""
+        return t.domain in self._opened and self._node_of[t.src] == self._node_of[t.dst]
+
+    def add_messages(self, steps: Sequence[Step], groups: Sequence[_Group]) -> None:
+        """`groups`: ascending by step and round."""
         tags: Counter[tuple[int, int]] = Counter()
         contents: dict[object, int] = {}
-        for number, turn, alone, parts in groups:
-            (src, dst, domain), rounds = (parts[0].src, parts[0].dst, parts[0].domain), steps[number].rounds
-            rounds += [[] for _ in range(turn + 1 - len(rounds))]
-            tag, shared = FIRST_TAG + tags[src, dst], self._node_of[src] == self._node_of[dst]
-            tags[src, dst] += 1
+        last = {(group.pair, group.of_shards): group for group in groups if self.writes(group.parts[0])}
+        for group in groups:
+            (src, dst), parts, rounds = group.pair, group.parts, steps[group.step].rounds
+            rounds += [[] for _ in range(group.round + 1 - len(rounds))]
+            domain, direct = parts[0].domain, self.writes(parts[0])
+            tag = FIRST_TAG + tags[group.pair]
+            tags[group.pair] += 1
+            told = direct and last[group.pair, group.of_shards] is group
+            copies, places, content = (), (), None
             if dst == self._rank:
-                places, content = [self.memory(t, domain) for t in parts], None
-                early = turn == 0 and self._domains[domain].slots is None
+                places = tuple(self.memory(t, domain) for t in parts)
+                early = group.round == 0 and self._domains[domain].slots is None
             else:
-                places = [self.shard(t) if t.origin is None else self.memory(t, t.origin) for t in parts]
-                carried = number, tuple((t.name, t.box, t.origin) for t in parts)
-                content = contents.setdefault(carried, len(contents))
-                early = all(t.origin is None for t in parts)
-            rounds[turn].append(
-                Message(src, dst, domain, tuple(parts), alone, shared, tuple(places), tag, content, early)
+                early = group.of_shards
+                if direct:
+                    copies = tuple(Copy(t, self.source(t), self.memory(t, domain)) for t in parts)
+                else:
+                    places = tuple(self.source(t) for t in parts)
+                    carried = group.step, tuple((t.name, t.box, t.origin) for t in parts)
+                    content = contents.setdefault(carried, len(contents))
+            rounds[group.round].append(
+                Message(src, dst, domain, tuple(parts), group.alone, direct, told, copies, places, tag, content, early)
             )

@@ -1,4 +1,4 @@
-"""Single bytes between the ranks that write a domain and those whose engine reads it."""
+"""Single bytes between the ranks that write into memory and those whose engine reads it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from verl.reshard.buckets import Buckets, bucket_of
 from verl.reshard.layout import Domain
 from verl.reshard.plan import Transfer
 
-READY, TAKEN, END = 1, 2, 3
-"""Tags; messages of weights have tag 0."""
+READY, TAKEN, END, OPEN = 1, 2, 3, 4
+"""Tags; messages of weights have those of `verl.reshard.schedule`."""
 
 Filled = Mapping[str, int]
 """Domain -> number of a bucket."""
 
 
 class Signals:
-    """A slot is read when all of its writers are done, and written again when all of its readers are.
+    """A slot is read when all of its writers are done, and written again when all of its readers are. A rank's own
+    parameters are open to other ranks from when its load begins, since it reads them after the load only.
 
-    Every method is called on all ranks in the same order; it does what this rank has to do. Those of `await_` may wait
-    for other ranks, the others do not.
+    Every method without a rank is called on all ranks in the same order; it does what this rank has to do. Those of
+    `await_` may wait for other ranks, the others do not.
     """
 
     def __init__(
@@ -33,16 +34,35 @@ class Signals:
         domains: Sequence[Domain],
         transfers: Sequence[Transfer],
         buckets: Buckets,
+        neighbours: Sequence[int],
         group: dist.ProcessGroup,
         board: Board,
     ) -> None:
+        """`neighbours`: the ranks that write into this one's parameters."""
         self._rank, self._group, self._board = rank, group, board
         self._domains = {domain.name: domain for domain in domains}
         self._num_buckets = len(buckets)
         self._writers = _writers(transfers, buckets)
+        self._neighbours = neighbours
+        self._opened: set[int] = set()
         self._posted: list[Posted] = []
         self._loaded = False
         """Whether there is a load whose end is still to be awaited."""
+
+    def tell_open(self) -> None:
+        """This rank's engine takes weights from now on."""
+        self._opened.clear()
+        self._tell(OPEN, self._neighbours)
+
+    def await_open(self, rank: int) -> None:
+        """This rank may write into that one's parameters, for the rest of the load."""
+        if rank not in self._opened:
+            self._hear(OPEN, [rank], "the engine to take weights")
+            self._opened.add(rank)
+
+    def tell_written(self, rank: int, tag: int) -> None:
+        """The message of this tag is in that rank's parameters."""
+        self._tell(tag, [rank])
 
     def await_slots(self, filled: Filled) -> None:
         """The buckets that were in the slots of these ones have been taken by every reader."""

@@ -7,52 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verl.flow.node_memory import NodeMemory
-
 Parts = Sequence[Tensor]
 """What one message carries: views of tensors, of any dtype and device."""
 
 
 class Staging:
     """One piece of host memory, used again and again by two steps of a load at a time: one takes its part from the low
-    end, the next one from the high end. Other ranks of the node read what is packed for them right there.
+    end, the next one from the high end.
     """
 
     def __init__(self, dtype: torch.dtype, numel: int) -> None:
         """`dtype`: of what is sent. `numel`: what two steps need together."""
-        self._shared = NodeMemory(numel * dtype.itemsize) if numel else None
-        self._memory = self._shared.bytes.view(dtype) if self._shared else torch.empty(0, dtype=dtype)
+        self._memory = torch.empty(numel, dtype=dtype)
         self._most = {False: 0, True: 0}
-        self._peers: dict[int, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
         """That have been used. The others have no pages yet."""
         return sum(self._most.values()) * self._memory.itemsize
-
-    @property
-    def address(self) -> tuple[str, int] | None:
-        """What `open_peer` takes on other ranks of the node."""
-        return (self._shared.path, self._shared.num_bytes) if self._shared else None
-
-    def open_peer(self, rank: int, address: tuple[str, int]) -> None:
-        shared = NodeMemory.open(*address)
-        shared.close()
-        self._peers[rank] = shared.bytes.view(self._memory.dtype)
-
-    def of_peer(self, rank: int, notice: Tensor, numel: int) -> Tensor:
-        """What that rank has packed. `notice`: what it said of it."""
-        start = int(notice)
-        return self._peers[rank][start : start + numel]
-
-    def notice(self, packed: Tensor) -> Tensor:
-        """Tells another rank where it is."""
-        return torch.tensor([(packed.data_ptr() - self._memory.data_ptr()) // self._memory.itemsize])
-
-    def holds(self, packed: Tensor) -> bool:
-        """It lies here, and not where its tensors are."""
-        start, length = self._memory.data_ptr(), self._memory.nbytes
-        return start <= packed.data_ptr() < start + length
 
     def region(self, number: int) -> Region:
         """For step `number`; that of step `number` - 2 is free again."""
@@ -78,18 +50,18 @@ class Region:
     def __init__(self, staging: Staging, high: bool) -> None:
         self._staging, self._high, self._used = staging, high, 0
 
-    def place(self, parts: Parts, in_place: bool = True) -> Tensor:
+    def place(self, parts: Parts) -> Tensor:
         """Memory of the message: the part itself where there is one and it can be sent as it lies."""
-        if in_place and self._staging.lies_ready(parts):
+        if self._staging.lies_ready(parts):
             return parts[0]
         numel = sum(part.numel() for part in parts)
         memory = self._staging.take(self._used, numel, self._high)
         self._used += numel
         return memory
 
-    def pack(self, parts: Parts, in_place: bool = True) -> Tensor:
+    def pack(self, parts: Parts) -> Tensor:
         """The message, cast to the dtype of all messages in the copy that packs it."""
-        message = self.place(parts, in_place)
+        message = self.place(parts)
         if message is not parts[0]:
             for part, there in zip(parts, _split(message, parts), strict=True):
                 there.copy_(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from tests.unit.reshard.test_reshard_plan import ITEMSIZE, SHAPES, WORLD, Layout, layouts
 from verl.reshard.buckets import cut_buckets, largest_bucket
 from verl.reshard.layout import Box, Domain, Shards, contiguous, volume, whole, within
-from verl.reshard.plan import lags, plan
-from verl.reshard.schedule import Step, make_steps
+from verl.reshard.plan import Transfer, lags, plan
+from verl.reshard.schedule import Message, Place, Step, from_neighbours, make_steps
 
 NAMES = [
     "model.embed_tokens.weight",
@@ -51,11 +52,36 @@ def test_buckets_are_filled() -> None:
     assert [len(bucket) for bucket in cut_buckets(shapes, 2, 40)] == [2, 2, 2]
 
 
-@given(layouts(), st.integers(1, 80))
-def test_all_ranks_steps_together_are_the_plan(layout: Layout, limit: int) -> None:
+@dataclass(frozen=True)
+class Case:
+    layout: Layout
+    limit: int
+    opened: frozenset[str]
+    """Domains that the other ranks of their nodes write into."""
+
+    def steps(self) -> list[list[Step]]:
+        """Of every rank."""
+        layout, buckets = self.layout, cut_buckets(SHAPES, ITEMSIZE, self.limit)
+        plan, lag = layout.plan(), lags(layout.shards, layout.domains)
+        return [make_steps(r, plan, layout.shards, layout.domains, buckets, lag, self.opened) for r in range(WORLD)]
+
+    def is_written(self, m: Message) -> bool:
+        return m.domain in self.opened and self.layout.shards.node_of[m.src] == self.layout.shards.node_of[m.dst]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    layout = draw(layouts())
+    own = [domain.name for domain in layout.domains if domain.slots is None]
+    opened = draw(st.sets(st.sampled_from(own))) if own else set()
+    return Case(layout, draw(st.integers(1, 80)), frozenset(opened))
+
+
+@given(cases())
+def test_all_ranks_steps_together_are_the_plan(case: Case) -> None:
     """Both ends of a message list it in the same step and round, and know it by the same tag."""
-    buckets, transfers = cut_buckets(SHAPES, ITEMSIZE, limit), layout.plan()
-    steps = all_steps(layout, limit)
+    layout, steps = case.layout, case.steps()
+    buckets, transfers = cut_buckets(SHAPES, ITEMSIZE, case.limit), layout.plan()
     assert len({len(own) for own in steps}) == 1
     copied, sent, received = [], [], []
     for rank, own in enumerate(steps):
@@ -64,9 +90,10 @@ def test_all_ranks_steps_together_are_the_plan(layout: Layout, limit: int) -> No
             copied += [copy.transfer for copy in step.copies]
             for turn, messages in enumerate(step.rounds):
                 for m in messages:
-                    assert (m.content is None) == (m.dst == rank)
+                    assert m.direct == case.is_written(m)
+                    assert (m.content is not None) == (m.src == rank and not m.direct)
                     (sent if m.src == rank else received).append(
-                        (number, turn, m.src, m.dst, m.tag, m.domain, m.transfers)
+                        (number, turn, m.src, m.dst, m.tag, m.domain, m.told, m.transfers)
                     )
                     for t in m.transfers:
                         assert (t.src, t.dst, t.domain, t.round) == (m.src, m.dst, m.domain, turn)
@@ -82,17 +109,11 @@ def test_all_ranks_steps_together_are_the_plan(layout: Layout, limit: int) -> No
         assert filled == list(range(len(buckets)))
 
 
-def all_steps(layout: Layout, limit: int) -> list[list[Step]]:
-    """Of every rank."""
-    buckets, lag = cut_buckets(SHAPES, ITEMSIZE, limit), lags(layout.shards, layout.domains)
-    return [make_steps(rank, layout.plan(), layout.shards, layout.domains, buckets, lag) for rank in range(WORLD)]
-
-
-@given(layouts(), st.integers(1, 80))
-def test_what_may_go_before_its_step_needs_nothing_that_the_step_waits_for(layout: Layout, limit: int) -> None:
+@given(cases())
+def test_what_may_go_before_its_step_needs_nothing_that_the_step_waits_for(case: Case) -> None:
     """Sent early: only own shards, which do not change. Received early: only what no engine reads meanwhile."""
-    slots = {domain.name: domain.slots for domain in layout.domains}
-    for rank, steps in enumerate(all_steps(layout, limit)):
+    slots = {domain.name: domain.slots for domain in case.layout.domains}
+    for rank, steps in enumerate(case.steps()):
         for m in (m for step in steps for turn in step.rounds for m in turn if m.early):
             if m.src == rank:
                 assert all(t.origin is None for t in m.transfers)
@@ -100,17 +121,27 @@ def test_what_may_go_before_its_step_needs_nothing_that_the_step_waits_for(layou
                 assert slots[m.domain] is None
 
 
-@given(layouts(), st.integers(1, 80))
-def test_places_are_the_transfers_boxes_in_the_tensors_that_a_rank_has(layout: Layout, limit: int) -> None:
-    boxes = {domain.name: domain.boxes for domain in layout.domains}
-    for rank, steps in enumerate(all_steps(layout, limit)):
+@given(cases())
+def test_places_are_the_transfers_boxes_in_the_tensors_that_a_rank_has(case: Case) -> None:
+    boxes = {domain.name: domain.boxes for domain in case.layout.domains}
+    for rank, steps in enumerate(case.steps()):
+
+        def check(place: Place, t: Transfer, domain: str | None, rank: int = rank) -> None:
+            outer = case.layout.shards.boxes[rank][t.name] if domain is None else boxes[domain][t.name]
+            elements = numbered(SHAPES[t.name])
+            assert (place.name, place.domain) == (t.name, domain)
+            assert (elements[slices(outer)][place.index] == elements[slices(t.box)]).all()
+
         for message in (m for step in steps for turn in step.rounds for m in turn):
-            for t, place in zip(message.transfers, message.places, strict=True):
-                domain = t.origin if message.src == rank else t.domain
-                outer = layout.shards.boxes[rank][t.name] if domain is None else boxes[domain][t.name]
-                elements = numbered(SHAPES[t.name])
-                assert (place.name, place.domain) == (t.name, domain)
-                assert (elements[slices(outer)][place.index] == elements[slices(t.box)]).all()
+            if message.direct and message.src == rank:
+                assert [copy.transfer for copy in message.copies] == list(message.transfers)
+                for t, source, target in message.copies:
+                    check(source, t, t.origin)
+                    check(target, t, t.domain)
+            else:
+                assert not message.copies
+                for t, place in zip(message.transfers, message.places, strict=True):
+                    check(place, t, t.origin if message.src == rank else t.domain)
 
 
 def numbered(shape: tuple[int, ...]) -> np.ndarray:
@@ -121,19 +152,41 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*side) for side in box)
 
 
-@given(layouts(), st.integers(1, 80), st.booleans())
-def test_the_memory_that_a_step_needs_is_what_its_messages_hold(layout: Layout, limit: int, in_place: bool) -> None:
-    """What is sent once to several ranks counts once, and what is read where another rank of the node has packed it
-    does not. Nothing here is large enough to be received in place.
+@given(cases())
+def test_the_last_of_what_a_rank_writes_for_another_is_told_and_none_of_it_is_passed_on(case: Case) -> None:
+    """In the order of writing: what is early goes before its step, perhaps before what is not early of the last one."""
+    passed_on = {(t.origin, t.name, t.box) for t in case.layout.plan() if t.origin is not None}
+    for rank, steps in enumerate(case.steps()):
+        written: dict[tuple[int, bool], list[Message]] = {}
+        for m in (m for step in steps for turn in step.rounds for m in turn if m.direct):
+            assert all((t.domain, t.name, t.box) not in passed_on for t in m.transfers)
+            if m.src == rank:
+                written.setdefault((m.dst, m.early), []).append(m)
+        for messages in written.values():
+            assert [m.told for m in messages] == [False] * (len(messages) - 1) + [True]
+
+
+@given(cases(), st.booleans())
+def test_the_memory_that_a_step_needs_is_what_its_messages_hold(case: Case, in_place: bool) -> None:
+    """What is sent once to several ranks counts once, and what is written where it belongs does not. Nothing here is
+    large enough to be received in place.
     """
-    nodes = layout.shards.node_of
-    for rank, steps in enumerate(all_steps(layout, limit)):
+    for rank, steps in enumerate(case.steps()):
         for step in steps:
-            messages = [m for turn in step.rounds for m in turn]
-            far = [m for m in messages if m.dst == rank and nodes[m.src] != nodes[rank]]
-            received = sum(volume(t.box) for m in far for t in m.transfers)
+            messages = [m for turn in step.rounds for m in turn if not case.is_written(m)]
+            received = sum(volume(t.box) for m in messages if m.dst == rank for t in m.transfers)
             sent = {tuple((t.name, t.box, t.origin) for t in m.transfers) for m in messages if m.src == rank}
             assert step.staged(in_place) == received + sum(volume(box) for parts in sent for _, box, _ in parts)
+
+
+@given(cases())
+def test_parameters_that_neighbours_write_are_those_of_their_messages(case: Case) -> None:
+    """So that an engine can have these in memory which the neighbours open, before there are steps."""
+    written: dict[str, set[str]] = {domain.name: set() for domain in case.layout.domains}
+    for m in (m for steps in case.steps() for step in steps for turn in step.rounds for m in turn if m.direct):
+        written[m.domain] |= {t.name for t in m.transfers}
+    for name in case.opened:
+        assert from_neighbours(case.layout.plan(), case.layout.shards.node_of, name) == written[name]
 
 
 boxes = st.lists(
@@ -151,20 +204,21 @@ def test_contiguous_is_what_torch_says(sides: list[tuple[int, int, int]]) -> Non
     assert contiguous(box, whole(shape)) == view.is_contiguous()
 
 
+@pytest.mark.parametrize("nodes", [{0: "a", 1: "b"}, {0: "a", 1: "a"}], ids=["two nodes", "one, not opened"])
 @pytest.mark.parametrize("rows", [1, 1 << 19])
-def test_a_large_part_from_another_node_is_a_message_of_its_own(rows: int) -> None:
-    (sent, sends), (received, receives) = messages_of_three(rows, {0: "a", 1: "b"})
+def test_a_large_part_is_a_message_of_its_own(rows: int, nodes: dict[int, str]) -> None:
+    (sent, sends), (received, receives) = messages_of_three(rows, nodes, set())
     assert sent == received == ([3] if rows == 1 else [1, 1, 1])
     assert sends == (3 * rows, 3 * rows)
     assert receives == (3 * rows if rows == 1 else 0, 3 * rows)
 
 
 @pytest.mark.parametrize("rows", [1, 1 << 19])
-def test_within_a_node_there_is_one_message_and_its_receiver_needs_no_memory(rows: int) -> None:
-    assert messages_of_three(rows, {0: "a", 1: "a"}) == [([3], (3 * rows, 3 * rows)), ([3], (0, 0))]
+def test_what_a_neighbour_writes_is_one_message_and_needs_no_memory(rows: int) -> None:
+    assert messages_of_three(rows, {0: "a", 1: "a"}, {"rank 1"}) == [([3], (0, 0)), ([3], (0, 0))]
 
 
-def messages_of_three(rows: int, nodes: dict[int, str]) -> list[tuple[list[int], tuple[int, int]]]:
+def messages_of_three(rows: int, nodes: dict[int, str], opened: set[str]) -> list[tuple[list[int], tuple[int, int]]]:
     """Three parameters from rank 0 to 1: parts in each message, and elements of memory with and without receiving in
     place; of both ranks.
     """
@@ -174,7 +228,7 @@ def messages_of_three(rows: int, nodes: dict[int, str]) -> list[tuple[list[int],
     lag = lags(shards, domains)
     found = []
     for rank in (0, 1):
-        steps = make_steps(rank, plan(shards, domains, 2), shards, domains, (tuple(shapes),), lag)
+        steps = make_steps(rank, plan(shards, domains, 2), shards, domains, (tuple(shapes),), lag, opened)
         (step,) = (step for step in steps if step.rounds)
         found.append(([len(m.transfers) for m in step.rounds[0]], (step.staged(True), step.staged(False))))
     return found

@@ -24,14 +24,10 @@ class Trainer:
 
 @dataclass
 class Engine:
-    parts: dict[str, Tensor]
     adopted: dict[str, Tensor] = field(default_factory=dict)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         self.adopted = dict(tensors)
-
-    def weights(self) -> dict[str, Tensor]:
-        return self.parts | self.adopted
 
 
 @dataclass
@@ -45,16 +41,7 @@ def test_only_the_same_part_of_a_parameter_is_shared() -> None:
     trained: dict[str, Box] = {"same": low, "other": low, "elsewhere": low}
     generated: dict[str, Box] = {"same": low, "other": ((0, 2), (0, 3)), "norm": ((0, 3),)}
     trainer = Trainer({name: torch.ones(2, 3) for name in trained})
-    engine = Engine({"same": torch.zeros(2, 3), "other": torch.zeros(2, 3), "norm": torch.zeros(3)})
+    engine = Engine()
     engines = Engines(in_process=cast(Any, engine), domains=own_domains({0: trained, 1: generated}))
     share_weights(engines, cast(Any, trainer), trained, cast(Any, Rank(1)))
     assert engine.adopted.keys() == {"same"} and engine.adopted["same"] is trainer.parts["same"]
-    targets = engines.targets["rank 1"](0)
-    assert targets["same"].data_ptr() == trainer.parts["same"].data_ptr()
-    assert targets["other"].data_ptr() == engine.parts["other"].data_ptr()
-
-
-def test_a_rank_without_an_engine_writes_nothing() -> None:
-    engines = Engines()
-    share_weights(engines, cast(Any, Trainer({})), {}, cast(Any, Rank(0)))
-    assert engines.targets == {}

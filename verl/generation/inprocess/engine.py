@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from verl.errors import UserError
+from verl.flow.window import Address, Window
 from verl.generation.inprocess.batch import Batch
 from verl.generation.inprocess.cache import KVCache
 from verl.generation.inprocess.model import build_model, longest_sequence
@@ -49,13 +50,15 @@ class TorchEngine:
     ) -> None:
         if max_num_seqs < 1:
             raise UserError(f"rollout.max_num_seqs is {max_num_seqs}; it must be at least 1")
-        self._path = model_path
+        self._path, self._dtype = model_path, dtype
         self._model = build_model(model_path, dtype, device, trust_remote_code, peers)
         self._peers = peers
         self._longest = longest_sequence(self._model.config)
         self._max_num_seqs = max_num_seqs
         self._on_progress = on_progress
         self._version: int | None = None
+        self._window: Window | None = None
+        """Of the parameters that other ranks write into."""
 
     def weights(self) -> dict[str, Tensor]:
         """The live parameters as the folder's files name them: what is copied there is what the model computes with.
@@ -77,6 +80,23 @@ class TorchEngine:
                 parameter.device,
             ):
                 parameter.data = tensor
+
+    def share(self, names: Collection[str]) -> Address | None:
+        """Moves parameters of these names, as `weights` has them, to memory that other ranks of the node can open and
+        write, and says where they are; None: there are none. They are in host memory.
+        """
+        moved = {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if any(piece.name in names for piece in pieces(name, parameter.shape))
+        }
+        if not moved:
+            return None
+        self._window = Window({name: parameter.shape for name, parameter in moved.items()}, self._dtype)
+        for name, parameter in moved.items():
+            parameter.data = self._window.tensors[name].copy_(parameter)
+        weights = self.weights()
+        return self._window.address({name: weights[name] for name in names})
 
     def begin_load(self) -> None:
         """The weights change from now on: what is generated before `commit` would be of mixed ones, and is refused."""
@@ -109,6 +129,9 @@ class TorchEngine:
         """Frees the weights, in the hands of whoever asked for them too."""
         for parameter in self._model.parameters():
             parameter.data = parameter.new_empty(0)
+        if self._window is not None:
+            self._window.close()
+            self._window = None
         self._version = None
 
     def _samples(self, requests: Sequence[Request], sampling: Sampling, version: int) -> Iterator[Sample]:

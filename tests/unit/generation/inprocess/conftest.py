@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scripts.make_tiny_model import make_tiny_model
 from verl.generation.inprocess import TorchEngine
+from verl.model.pieces import pieces
 
 GEMMA3_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 """Both kinds; the tiny model's window is 16."""
@@ -38,7 +39,8 @@ class Tiny:
 
     def copy_weights(self, engine: TorchEngine) -> None:
         with torch.no_grad():
-            source = dict(self.hf.named_parameters())
+            named = self.hf.named_parameters()
+            source = {piece.name: p[piece.index] for name, p in named for piece in pieces(name, p.shape)}
             for name, target in engine.weights().items():
                 target.copy_(source[name])
 

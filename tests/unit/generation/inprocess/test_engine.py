@@ -298,6 +298,44 @@ def test_a_trainers_own_tensors_are_computed_with_and_not_copied(
     assert torch.equal(trained["model.embed_tokens.weight"], whole["model.embed_tokens.weight"]), "the trainer's stay"
 
 
+@pytest.mark.parametrize("architecture", ["gemma3", "qwen3_moe"])
+@torch.no_grad()
+def test_it_computes_with_what_others_write_into_its_shared_parameters(
+    tiny: Callable[[str], Tiny], architecture: str
+) -> None:
+    """A tied embedding, and experts of which a few are shared."""
+    model = tiny(architecture)
+    engine, asked, greedy = model.engine(), requests(3), sampling(temperature=0.0)
+    before = by_row(engine.generate(asked, greedy))
+    names = [name for name in engine.weights() if "embed" in name or ".1." in name]
+    address = engine.share(names)
+    assert address is not None and list(address.views) == names
+    assert by_row(engine.generate(asked, greedy)) == before, "values come along"
+    engine.begin_load()
+    for name, tensor in address.open().items():
+        assert torch.equal(tensor, engine.weights()[name]), name
+        tensor.mul_(0.5)
+    engine.commit(version=1)
+    after = by_row(engine.generate(asked, greedy))
+    fresh = model.engine()
+    for name in names:
+        fresh.weights()[name].mul_(0.5)
+    fresh.commit(version=1)
+    assert after == by_row(fresh.generate(asked, greedy)) != before
+    engine.close()
+    with pytest.raises(FileNotFoundError):
+        address.open()
+
+
+def test_parameters_that_nobody_else_writes_stay_where_they_are(tiny: Callable[[str], Tiny]) -> None:
+    engine = tiny("llama").engine()
+    before = {name: tensor.data_ptr() for name, tensor in engine.weights().items()}
+    assert engine.share([]) is None
+    assert engine.share(["model.norm.weight"]) is not None
+    after = {name: tensor.data_ptr() for name, tensor in engine.weights().items()}
+    assert {name for name in before if before[name] != after[name]} == {"model.norm.weight"}
+
+
 def test_nothing_is_generated_within_a_load(tiny: Callable[[str], Tiny]) -> None:
     engine = tiny("llama").engine()
     engine.begin_load()

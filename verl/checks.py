@@ -91,6 +91,7 @@ RULES: dict[str, Rule] = {
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.attn_implementation": ("auto", "sdpa", "eager", "flash_attention_2"),
     "reward.function.on_error": ("raise", "count"),
+    "rollout.weight_transfer": ("node_memory", "ipc", "nccl"),
 }
 
 

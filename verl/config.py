@@ -257,6 +257,10 @@ class RolloutConfig(SamplingConfig):
     """Seconds an engine may take to start."""
     reshard_bucket_mib: int = 64
     """MiB of weights that are on their way to the engines at a time, twice: one bucket is written while one is read. A larger block that an engine takes whole is a bucket of its own."""
+    offload_trainers: bool = False
+    """On a GPU that the rollout shares, trainers move to host memory while its engine is awake: the device then needs the larger of the two, not the sum (docs/hybrid_engine.md). It costs pinned host memory for all that they hold, and its way over PCIe there and back in every step."""
+    weight_transfer: str = "node_memory"
+    """How vLLM's engines get weights: node_memory (host memory that a node shares; everywhere), ipc (CUDA IPC, out of their own GPUs), nccl (broadcast by a GPU that no engine uses). docs/hybrid_engine.md compares them."""
     cpu_threads: int | None = None
     """Threads of an engine on a CPU. null: vLLM takes its share of the node's cores, torch what the process has."""
     val: ValidationSamplingConfig = field(default_factory=ValidationSamplingConfig)

@@ -12,34 +12,36 @@ from torch import Tensor
 from scripts.bench.common import OUT, seconds
 from verl.config import RolloutConfig
 from verl.generation.vllm.buffer import WeightBuffer
+from verl.generation.vllm.delivery import Delivery
 from verl.generation.vllm.engine import VllmEngine
 from verl.generation.vllm.options import VllmOptions
 from verl.model.load import parameter_shapes, read_config
 from verl.reshard.buckets import cut_buckets
-from verl.roles.build_rollout import SLOTS
+from verl.roles.weight_paths import SLOTS
 
 START_SECONDS = 600.0
 DTYPE = torch.bfloat16
 
 
-def start_vllm(options: VllmOptions, folder: Path, name: str) -> VllmEngine:
+def start_vllm(options: VllmOptions, folder: Path, name: str) -> tuple[VllmEngine, WeightBuffer]:
+    """The engine, and the memory that it reads weights from."""
     shapes = parameter_shapes(folder, read_config(folder, trust_remote_code=False))
     buckets = cut_buckets(shapes, DTYPE.itemsize, RolloutConfig().reshard_bucket_mib << 20)
     memory = WeightBuffer([[(parameter, shapes[parameter], DTYPE) for parameter in b] for b in buckets], SLOTS)
-    return VllmEngine(
+    engine = VllmEngine(
         options,
-        memory,
+        Delivery.in_node_memory(memory),
         name="the benchmark's replica",
         log_path=OUT / f"vllm_{name}.log",
         start_timeout=START_SECONDS,
         stage_timeout=START_SECONDS,
         on_progress=lambda: None,
     )
+    return engine, memory
 
 
-def load(engine: VllmEngine, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
+def load(engine: VllmEngine, memory: WeightBuffer, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
     """A bucket is written while the engine takes the one before. Seconds that this process spent in each part."""
-    memory = engine.memory
     began, writing, waiting = time.perf_counter(), 0.0, 0.0
     engine.begin_load()
     for number in range(len(memory.buckets)):

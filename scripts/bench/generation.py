@@ -142,12 +142,12 @@ def measure_vllm(
         threads=threads,
     )
     with ExitStack() as closing:
-        engine = start_vllm(options, folder, mode)
+        engine, memory = start_vllm(options, folder, mode)
         closing.callback(engine.close)
         engine.wait_ready()
         bare = BareVllm(options, OUT / f"bare_vllm_{mode}.log")
         closing.callback(bare.close)
-        loads = [load(engine, weights, version)["all"] for version in range(1 + repetitions)]
+        loads = [load(engine, memory, weights, version)["all"] for version in range(1 + repetitions)]
         rates = by_turns(
             {
                 "ours": lambda: work.rate(engine),

@@ -20,7 +20,8 @@ from verl.generation.vllm.wire import Channel, Message, parse_generate, sample_m
 
 def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    fault = channel.receive().fields["arguments"].get("fault")
+    start = channel.receive().fields
+    fault = start["arguments"].get("fault")
     sys.stderr.write(f"{os.environ.get('RANK')} {fault}\n")
     if fault == "silent at start":
         time.sleep(60)
@@ -30,15 +31,20 @@ def main() -> None:
     version = 0
     while (message := channel.receive()).kind != "quit":
         match message.kind:
-            case "take" if fault == "die in load":
+            case "take" | "take_all" if fault == "die in load":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "take" if fault == "raise in load":
                 channel.send(Message("error", {"error": "KeyError: nobody knows this weight"}))
                 sys.exit(1)
             case "begin":
                 pass
+            case "join":
+                channel.send(Message("joined"))
             case "take":
                 channel.send(Message("taken"))
+            case "take_all":
+                for _ in start["weights"]["buckets"]:
+                    channel.send(Message("taken"))
             case "commit":
                 version = message.fields["version"]
                 channel.send(Message("committed"))

@@ -19,6 +19,7 @@ from verl.errors import ConfigError
 from verl.flow.job import Job
 from verl.flow.place import place_roles, reference_is_actor
 from verl.flow.placement import Groups, Placement, make_groups
+from verl.generation.vllm.delivery import WeightTransfer
 from verl.mesh.resolve import Process, idle, resolve
 from verl.mesh.spec import MeshSpec, RolloutSpec
 from verl.model.heads import Head
@@ -33,7 +34,6 @@ from verl.roles.build_rollout import (
     choose_backend,
     generating_peers,
     make_sync,
-    make_turns,
     share_weights,
     start_engines,
 )
@@ -45,6 +45,8 @@ from verl.roles.reference import Reference
 from verl.roles.reward import Reward
 from verl.roles.role import Here, torch_dtype
 from verl.roles.rollout import Rollout
+from verl.roles.turns import make_turns
+from verl.roles.weight_paths import refuse_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,10 @@ def build_roles(
     model = job.together(lambda: read_config(folders.actor, config.model.trust_remote_code))
     stop = job.together(lambda: stop_tokens(folders.actor, tokenizer, config.rollout.stop_token_ids))
     backend = choose_backend(config, rollout_spec, placements["rollout"], job)
+    transfer = WeightTransfer(config.rollout.weight_transfer)
+    job.together(
+        lambda: refuse_transfer(transfer, backend, job.device.type, placements["rollout"], placements["actor"])
+    )
     builder = _Builder(config, mesh, placements, total_steps, Here(job, stages))
     nodes = [
         f"{node[0]}/{node[1]}" for node in job.everywhere((socket.gethostname(), os.environ.get("GROUP_RANK", "0")))
@@ -145,9 +151,10 @@ def build_roles(
         placements["rollout"],
         builder.here,
         engines.backend,
+        engines.reader,
         sync,
         engines.targets,
-        make_turns(engines, placements["rollout"], modelled, groups.get("rollout"), job),
+        make_turns(config, engines, placements["rollout"], modelled, builder.made, groups.get("rollout"), builder.here),
         generating_peers(engines, placements["rollout"], job),
         engines.node_memory,
         config.trainer.seed,
@@ -194,6 +201,8 @@ class _Builder:
         self.groups: dict[str, Groups] = make_groups(
             list(placements.values()), here.rank, here.job.device.type, here.job.timeout
         )
+        self.made: list[TrainEngine] = []
+        """On this rank."""
 
     def engine(
         self,
@@ -239,6 +248,7 @@ class _Builder:
         )
         if optim is not None:
             engine.add_optimizer(optim, steps)
+        self.made.append(engine)
         return engine
 
     def actor(self, folder: Path) -> Actor:

@@ -9,34 +9,33 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from verl.config import PPOConfig
 from verl.errors import MeshError
 from verl.flow.job import Job
 from verl.flow.placement import Groups, Placement, make_world_group
+from verl.flow.window import Address
 from verl.generation.inprocess.engine import TorchEngine
 from verl.generation.inprocess.peers import Peers
 from verl.generation.replay import RecordingBackend, ReplayBackend
-from verl.generation.residency import Turns, sharing
+from verl.generation.residency import Sharing, sharing
 from verl.generation.types import Backend
-from verl.generation.vllm.buffer import WeightBuffer
+from verl.generation.vllm.delivery import Delivery, WeightTransfer
 from verl.generation.vllm.engine import VllmEngine
 from verl.generation.vllm.options import VllmOptions
 from verl.generation.vllm.probe import Probe, probe
 from verl.mesh.spec import RolloutSpec
 from verl.model.load import parameter_shapes
-from verl.model.pieces import pieces
-from verl.reshard.boxes import generation_domains, node_domains
+from verl.reshard.boxes import generation_domains
 from verl.reshard.buckets import Buckets, cut_buckets
-from verl.reshard.execute import Target, WeightSync
+from verl.reshard.execute import Reader, Target, WeightSync
 from verl.reshard.layout import Box, Domain, Shapes, Shards
+from verl.reshard.plan import plan
+from verl.reshard.schedule import from_neighbours
 from verl.roles.actor import Actor
 from verl.roles.role import torch_dtype
-
-SLOTS = 2
-"""Buckets in a node's memory: one is written while the engines read the other."""
+from verl.roles.weight_paths import make_path
 
 AnyBackend = TypeVar("AnyBackend", bound=Backend)
 
@@ -46,6 +45,8 @@ class Engines:
     """What this rank has of the rollout: the replica that it leads or is a part of, and the memory that it writes."""
 
     backend: Backend | None = None
+    reader: Reader | None = None
+    """What takes the buckets of this rank's memory."""
     sleeper: VllmEngine | None = None
     """The replica again, where it can leave its devices to others."""
     in_process: TorchEngine | None = None
@@ -57,7 +58,7 @@ class Engines:
     on_host: bool = True
     """The targets are in host memory."""
     node_memory: int = 0
-    """Bytes that this rank has made for its node."""
+    """Bytes of buckets that this rank has made, for its node or on its device."""
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -96,11 +97,12 @@ def start_engines(
     """
     recorded = config.debug.replay_rollouts
     if recorded is not None:
-        return Engines(backend=_on(placement.leaders, job, lambda: ReplayBackend(Path(recorded))))
+        replay = _on(placement.leaders, job, lambda: ReplayBackend(Path(recorded)))
+        return Engines(backend=replay, reader=replay)
     shapes = parameter_shapes(folder, model)
     buckets = cut_buckets(shapes, torch_dtype(spec.dtype).itemsize, config.rollout.reshard_bucket_mib << 20)
     if backend == "vllm":
-        engines = _start_vllm(config, spec, placement, others, folder, shapes, buckets, run_dir, nodes, job)
+        engines = _start_vllm(config, spec, placement, others, folder, shapes, buckets, run_dir, nodes, groups, job)
     else:
         engines = _start_torch(config, spec, placement, folder, model, shapes, groups, job)
     engines.buckets, engines.dtype = buckets, torch_dtype(spec.dtype)
@@ -140,7 +142,7 @@ def _start_torch(
 
     engine = _on(placement.ranks, job, start)
     domains = generation_domains(shapes, model, placement)
-    return Engines(engine, in_process=engine, domains=domains, on_host=job.device.type == "cpu")
+    return Engines(engine, reader=engine, in_process=engine, domains=domains, on_host=job.device.type == "cpu")
 
 
 def _start_vllm(
@@ -153,33 +155,36 @@ def _start_vllm(
     buckets: Buckets,
     run_dir: Path,
     nodes: list[str],
+    groups: Groups | None,
     job: Job,
 ) -> Engines:
-    """In a child process; a domain is a node's shared memory, which its replicas read and its ranks write."""
-    engines = Engines(domains=node_domains(shapes, placement.leaders, dict(enumerate(nodes)), SLOTS))
-    here = next((domain for domain in engines.domains if job.rank in domain.members), None)
+    """In a child process, to which weights go by one of three ways."""
     layouts = [[(name, shapes[name], torch_dtype(spec.dtype)) for name in bucket] for bucket in buckets]
-    makes = here is not None and here.readers[0] == job.rank
-    buffer = WeightBuffer(layouts, SLOTS) if makes else None
-    paths = job.everywhere(buffer.path if buffer else None)
-    if here is not None:
-        buffer = buffer or WeightBuffer.open(paths[here.readers[0]], layouts, SLOTS)
-        engines.targets = {here.name: buffer.tensors}
-        engines.node_memory = buffer.num_bytes if makes else 0
-    shares = job.device.type == "cuda" and sharing(placement, others, job.rank) is not None
+    path = make_path(
+        WeightTransfer(config.rollout.weight_transfer), shapes, layouts, placement, others, nodes, groups, job
+    )
+    shares = takes_turns(placement, others, job) is not None
+    replicas_here = sum(nodes[leader] == nodes[job.rank] for leader in placement.leaders)
 
     def start() -> VllmEngine:
-        assert buffer is not None and here is not None
-        engine = _vllm_engine(config, spec, placement, folder, buffer, run_dir, len(here.readers), shares, job)
+        assert path.delivery is not None
+        engine = _vllm_engine(config, spec, placement, folder, path.delivery, run_dir, replicas_here, shares, job)
         if shares:  # it takes its devices while they are empty, and leaves them to the trainers
             engine.wait_ready()
             engine.sleep()
         return engine
 
     engine = _on(placement.leaders, job, start)
-    if engine is not None:
-        engines.backend, engines.sleeper, engines.wait_ready = engine, engine, engine.wait_ready
-    return engines
+
+    def wait_ready() -> None:
+        if engine is not None:
+            engine.wait_ready()
+        path.meet(engine)
+
+    return Engines(
+        engine, path.reader(engine), engine, wait_ready=wait_ready, targets=dict(path.targets), domains=path.domains,
+        on_host=path.on_host, node_memory=path.memory,
+    )  # fmt: skip
 
 
 def _vllm_engine(
@@ -187,7 +192,7 @@ def _vllm_engine(
     spec: RolloutSpec,
     placement: Placement,
     folder: Path,
-    buffer: WeightBuffer,
+    weights: Delivery,
     run_dir: Path,
     replicas_here: int,
     shares: bool,
@@ -212,7 +217,7 @@ def _vllm_engine(
     )
     return VllmEngine(
         options,
-        buffer,
+        weights,
         name=f"rollout replica {replica} of rank {job.rank}",
         log_path=run_dir / "logs" / f"vllm_{replica}.log",
         start_timeout=config.rollout.start_timeout,
@@ -221,18 +226,9 @@ def _vllm_engine(
     )
 
 
-def make_turns(
-    engines: Engines, placement: Placement, others: Sequence[Placement], groups: Groups | None, job: Job
-) -> Turns:
-    """`groups`: the rollout's, on its ranks."""
-    here = sharing(placement, others, job.rank) if job.device.type == "cuda" else None
-
-    def barrier() -> None:
-        assert here is not None and groups is not None
-        with job.board.waiting([rank for rank in here.ranks if rank != job.rank], "the device"):
-            dist.all_reduce(torch.zeros(1), group=groups.mesh["tp"].get_group())  # on the CPU, so by gloo
-
-    return Turns(here, engines.sleeper, torch.cuda.empty_cache, barrier)
+def takes_turns(placement: Placement, others: Sequence[Placement], job: Job) -> Sharing | None:
+    """The replica on this rank, where its devices have memory of their own and other roles need it too."""
+    return sharing(placement, others, job.rank) if job.device.type == "cuda" else None
 
 
 def generating_peers(engines: Engines, placement: Placement, job: Job) -> list[int]:
@@ -245,7 +241,7 @@ def generating_peers(engines: Engines, placement: Placement, job: Job) -> list[i
 
 def share_weights(engines: Engines, actor: Actor, boxes_here: Mapping[str, Box], job: Job) -> None:
     """An engine in this process computes with the actor's own tensors where those are what it would get a copy of: the
-    same part of a parameter, of its dtype and on its device. The others are where the actor's weights go.
+    same part of a parameter, of its dtype and on its device.
 
     `boxes_here`: of the actor's shards on this rank.
     """
@@ -253,19 +249,24 @@ def share_weights(engines: Engines, actor: Actor, boxes_here: Mapping[str, Box],
         (wanted,) = (domain.boxes for domain in engines.domains if job.rank in domain.readers)
         shards = actor.lasting_shards().items()
         engine.adopt({name: tensor for name, tensor in shards if boxes_here[name] == wanted.get(name)})
-        weights = {
-            piece.name: parameter[piece.index]
-            for name, parameter in engine.weights().items()
-            for piece in pieces(name, parameter.shape)
-        }
-        engines.targets = {f"rank {job.rank}": lambda _: weights}
 
 
 def make_sync(engines: Engines, actor: Actor, boxes_here: Mapping[str, Box], nodes: list[str], job: Job) -> WeightSync:
-    """All ranks learn which box each of the actor's ranks holds, once."""
+    """All ranks learn which box each of the actor's ranks holds, once. An engine in this process then has those of its
+    parameters that other ranks of the node have something of in memory which these can write.
+    """
     boxes = job.everywhere(dict(boxes_here))
     shards = Shards({rank: boxes[rank] for rank in actor.placement.ranks}, dict(enumerate(nodes)))
+    addresses: dict[str, Address] = {}
+    if (engine := engines.in_process) is not None:
+        here = f"rank {job.rank}"
+        transfers = plan(shards, engines.domains, engines.dtype.itemsize)
+        names = from_neighbours(transfers, shards.node_of, here) if engines.on_host else set()
+        if address := engine.share(names):
+            addresses[here] = address
+        weights = engine.weights()
+        engines.targets = {here: lambda _: weights}
     group = make_world_group("weights", job.timeout)
     return WeightSync(
-        job.rank, shards, engines.domains, engines.buckets, engines.dtype, group, job.board, engines.on_host
+        job.rank, shards, engines.domains, engines.buckets, engines.dtype, group, job.board, engines.on_host, addresses
     )

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ def _through_a_socket(message: Message) -> Message:
     here, there = socket.socketpair()
     with here, there:
         Channel(here).send(message)
-        receiver = Channel(there, timeout=10)
+        receiver = Channel(there, timeout=100)
         assert receiver.poll(0)
         return receiver.receive()
 
@@ -310,10 +311,17 @@ def test_a_buffer_of_another_layout_is_refused() -> None:
         WeightBuffer.open(buffer.path, buffer.buckets, slots=2)
 
 
+def _named_memory() -> set[str]:
+    """Files of /dev/shm that this process has mapped or opened."""
+    mapped = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+    return {path for path in [*mapped, *opened] if path.startswith("/dev/shm/")}
+
+
 def test_a_buffer_makes_no_file() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = _named_memory()
     buffer = WeightBuffer([[("a", (1024,), torch.float32)]], slots=2)
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert _named_memory() == before
     view = buffer.tensors(0)["a"]
     buffer.close()
     del buffer

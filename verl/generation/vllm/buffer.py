@@ -44,7 +44,7 @@ class WeightBuffer:
         tensors: dict[str, Tensor] = {}
         offset = number % self.slots * (self.num_bytes // self.slots)
         for name, shape, dtype in self.buckets[number]:
-            length = _num_bytes(shape, dtype)
+            length = num_bytes(shape, dtype)
             tensors[name] = self.memory[offset : offset + length].view(dtype).view(shape)
             offset += _aligned(length)
         return tensors
@@ -66,7 +66,8 @@ def layout_from_json(rows: Iterable[Sequence[Any]]) -> Layout:
     return [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in rows]
 
 
-def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Of a tensor."""
     return torch.Size(shape).numel() * dtype.itemsize
 
 
@@ -77,6 +78,6 @@ def _aligned(length: int) -> int:
 def _total_size(buckets: Sequence[Layout], slots: int) -> int:
     names = [name for bucket in buckets for name, _, _ in bucket]
     assert len(set(names)) == len(names), "a layout names every tensor once"
-    largest = max(sum(_aligned(_num_bytes(shape, dtype)) for _, shape, dtype in bucket) for bucket in buckets)
+    largest = max(sum(_aligned(num_bytes(shape, dtype)) for _, shape, dtype in bucket) for bucket in buckets)
     assert largest > 0, "a layout holds something"
     return slots * largest

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from verl.generation.types import Request, Sample, Sampling
-from verl.generation.vllm.buffer import WeightBuffer, layout_to_json
 from verl.generation.vllm.child import Child
+from verl.generation.vllm.delivery import Delivery
 from verl.generation.vllm.environment import child_environment
 from verl.generation.vllm.options import VllmOptions, llm_arguments
 from verl.generation.vllm.wire import Channel, Disconnected, Message, generate_message, parse_sample
 
 _QUIT_SECONDS = 10.0
-_LOADING = "loading weights"
 _ALL = frozenset({"weights", "kv_cache"})
 """What vLLM's sleep mode gives up, by its tags."""
 _DEATH_SECONDS = 10.0  # from the end of the connection to the end of the process
@@ -28,14 +27,14 @@ class EngineError(RuntimeError):
 class VllmEngine:
     """A `Backend`. One call at a time, from the main thread; any failure is final, and every later call repeats it.
 
-    The rank leads its replica: its child process drives all of the replica's devices. It reads `weights`, bucket by
-    bucket, which other replicas of the node read too.
+    The rank leads its replica: its child process drives all of the replica's devices. Weights come bucket by bucket,
+    as `weights` says.
     """
 
     def __init__(
         self,
         options: VllmOptions,
-        weights: WeightBuffer,
+        weights: Delivery,
         *,
         name: str,
         log_path: Path,
@@ -49,10 +48,13 @@ class VllmEngine:
         seconds without a word from it while something is awaited; while it generates it speaks every second.
         `on_progress`: called whenever it spoke. Raises MeshError where the options contradict each other.
         """
-        arguments = llm_arguments(options)
+        arguments = llm_arguments(options, weights.backend)
         environment = child_environment(os.environ, options)
         self._options = options
-        self._weights = weights
+        self._loading = weights.doing
+        self._num_buckets = len(weights.buckets)
+        self._taking = 0
+        """Buckets that it has been told to take and has not taken yet."""
         self._name = name
         self._stage_timeout = stage_timeout
         self._on_progress = on_progress
@@ -66,13 +68,8 @@ class VllmEngine:
         self._failure: str | None = None
         self._child = Child("verl.generation.vllm.entry", environment, log_path)
         self._channel = Channel(self._child.socket, stage_timeout)
-        start = {
-            "arguments": arguments,
-            "path": weights.path,
-            "buckets": [layout_to_json(bucket) for bucket in weights.buckets],
-            "slots": weights.slots,
-        }
-        self._send(Message("start", start), doing="starting")
+        told, exports = weights.told()
+        self._send(Message("start", {"arguments": arguments, "weights": told}, exports), doing="starting")
 
     @property
     def pid(self) -> int:
@@ -97,25 +94,37 @@ class VllmEngine:
                 )
             self._on_progress()
 
-    @property
-    def memory(self) -> WeightBuffer:
-        """Where buckets of weights are written for it."""
-        return self._weights
+    def join(self) -> None:
+        """Returns when its workers are in one group with the rank that sends weights, where one does (NCCL)."""
+        doing = "joining the group that weights are sent in"
+        self._settle()
+        self._send(Message("join"), doing)
+        self._expect("joined", doing)
 
     def begin_load(self) -> None:
         self._settle()
         self._version = None
-        self._send(Message("begin"), _LOADING)
+        self._taking = 0
+        self._send(Message("begin"), self._loading)
 
     def take_bucket(self, number: int) -> None:
-        self._send(Message("take", {"bucket": number}), _LOADING)
+        self._send(Message("take", {"bucket": number}), self._loading)
+        self._taking += 1
+
+    def take_all(self) -> None:
+        """Every bucket, in their order, as they are sent."""
+        self._send(Message("take_all"), self._loading)
+        self._taking += self._num_buckets
 
     def await_bucket(self) -> None:
         """Raises EngineError if it failed. The weights are mixed then: the engine is dead rather than use them."""
-        self._expect("taken", _LOADING)
+        self._expect("taken", self._loading)
+        self._taking -= 1
 
     def commit(self, version: int) -> None:
-        """Raises EngineError as `await_bucket` does."""
+        """When it has taken what it was told to. Raises EngineError as `await_bucket` does."""
+        while self._taking:
+            self.await_bucket()
         doing = f"committing weights of version {version}"
         self._send(Message("commit", {"version": version}), doing)
         self._expect("committed", doing)

@@ -46,8 +46,11 @@ class VllmOptions:
         return not self.devices and self.engine_kwargs.get("enforce_eager", True)
 
 
-def llm_arguments(options: VllmOptions) -> dict[str, Any]:
-    """Arguments of vllm.LLM: the options, what this package relies on, and defaults that engine_kwargs may change."""
+def llm_arguments(options: VllmOptions, weight_transfer: str | None = None) -> dict[str, Any]:
+    """Arguments of vllm.LLM: the options, what this package relies on, and defaults that engine_kwargs may change.
+
+    `weight_transfer`: vLLM's own one that is used, "ipc" or "nccl".
+    """
     on_cpu = not options.devices
     fixed: dict[str, Any] = {
         "model": options.model_path,
@@ -65,6 +68,8 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from: with temperature, top_k, top_p
         "worker_extension_cls": "verl.generation.vllm.worker.WeightLoader",
     }
+    if weight_transfer is not None:
+        fixed["weight_transfer_config"] = {"backend": weight_transfer}
     if on_cpu:
         # Where a prompt is read in two steps, vLLM takes back what the first one drew from the request's generator,
         # which a generator on the CPU cannot do: it raises.

@@ -18,6 +18,7 @@ import traceback
 from typing import Any, NoReturn
 
 from verl.generation.types import Request, Sample, Sampling
+from verl.generation.vllm.intake import make_intake
 from verl.generation.vllm.tree import remove_segments, shared_segments
 from verl.generation.vllm.wire import Channel, Disconnected, Message, parse_generate, sample_message
 
@@ -54,20 +55,21 @@ class Outbox:
 class Server:
     """Carries out the rank's messages, and steps the engine in between while requests are running."""
 
-    def __init__(self, channel: Channel, outbox: Outbox, start: dict[str, Any]):
+    def __init__(self, channel: Channel, outbox: Outbox, start: Message):
         from vllm import LLM
 
         # It would try out the chat template, for which there is no tokenizer, and log a traceback.
         logging.getLogger("vllm.renderers.base").addFilter(lambda record: record.levelno >= logging.ERROR)
         self._channel = channel
         self._outbox = outbox
-        self._llm = LLM(**start["arguments"])
+        self._llm = LLM(**start.fields["arguments"])
         self._engine = self._llm.llm_engine
-        self._caches_prefixes: bool = start["arguments"]["enable_prefix_caching"]
+        self._caches_prefixes: bool = start.fields["arguments"]["enable_prefix_caching"]
         self._version: int | None = None
         self._call = 0
         self._running: dict[str, int] = {}  # row of each request that has not finished, by its name in vLLM
-        self._llm.collective_rpc("verl_open_weights", args=(start["path"], start["buckets"], start["slots"]))
+        self._intake = make_intake(self._llm, start.fields["weights"], start.body)
+        self._num_buckets = len(start.fields["weights"]["buckets"])
 
     def run(self) -> None:
         """Until the rank says quit, or is gone."""
@@ -89,10 +91,15 @@ class Server:
             case "begin":
                 assert not self._running, "weights change between two calls of generate"
                 self._version = None
-                self._llm.collective_rpc("verl_begin_load")
+                self._intake.begin()
             case "take":
-                self._llm.collective_rpc("verl_take_bucket", args=(message.fields["bucket"],))
-                self._outbox.put(Message("taken"))
+                self._take(message.fields["bucket"])
+            case "take_all":
+                for bucket in range(self._num_buckets):
+                    self._take(bucket)
+            case "join":
+                self._intake.join()
+                self._outbox.put(Message("joined"))
             case "commit":
                 self._commit(message.fields["version"])
             case "generate":
@@ -110,8 +117,12 @@ class Server:
             case kind:
                 raise AssertionError(f"a message of kind {kind}")
 
+    def _take(self, bucket: int) -> None:
+        self._intake.take(bucket)
+        self._outbox.put(Message("taken"))
+
     def _commit(self, version: int) -> None:
-        self._llm.collective_rpc("verl_finish_load")
+        self._intake.finish()
         # The cached keys and values of a prefix come from the old weights.
         if not self._llm.reset_prefix_cache() and self._caches_prefixes:
             raise RuntimeError("vLLM did not reset its prefix cache")
@@ -191,7 +202,7 @@ def serve(descriptor: int) -> NoReturn:
     channel = Channel(socket.socket(fileno=descriptor))
     outbox = Outbox(channel)
     try:
-        server = Server(channel, outbox, channel.receive().fields)
+        server = Server(channel, outbox, channel.receive())
         # All processes have attached to them by now; without a name they cannot be left behind.
         remove_segments(shared_segments(os.getsid(0)))
         _end_with_workers()

@@ -20,11 +20,13 @@ _PREFIX = struct.Struct("!IQ")  # bytes of the JSON header, bytes of the body
 @dataclass(frozen=True)
 class Message:
     kind: str
-    """To the engine: start, begin (a load), take (a bucket), commit, generate, abort, sleep, wake, quit.
-    Back: ready, taken, committed, sample, aborted, asleep, awake; progress, a sign of life; error, the last one."""
+    """To the engine: start, join (the sender of weights), begin (a load), take (a bucket), take_all (of them), commit,
+    generate, abort, sleep, wake, quit. Back: ready, joined, taken (each bucket), committed, sample, aborted,
+    asleep, awake; progress, a sign of life; error, the last one."""
     fields: dict[str, Any] = field(default_factory=dict)
     body: bytes = b""
-    """Token ids and log-probs, in the machine's own byte order: both ends run on one machine."""
+    """Token ids and log-probs, in the machine's own byte order: both ends run on one machine. Of start: pickled, what
+    memory on devices is opened with."""
 
 
 class Disconnected(Exception):

@@ -1,12 +1,16 @@
-"""What every worker of an engine gains: weights read from the node's shared memory. Imported by vLLM's workers only."""
+"""What every worker of an engine gains: weights from the node's shared memory, and the check that a load was complete.
+
+Imported by vLLM's workers only.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from verl.generation.vllm.buffer import WeightBuffer, layout_from_json
@@ -29,12 +33,28 @@ class WeightLoader:
     def verl_open_weights(self, path: str, buckets: list[list[list[Any]]], slots: int) -> None:
         self.verl_weights = WeightBuffer.open(path, [layout_from_json(bucket) for bucket in buckets], slots)
         self.verl_weights.close()
-        # It warns of every tied head and rotary embedding; what is truly missing is found in verl_finish_load.
-        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        _quieten_reload()
         self.verl_loader = make_loader(self.get_model(), self.device, self.vllm_config.model_config)
 
-    def verl_begin_load(self) -> None:
+    def verl_watch_loads(self) -> None:
+        """vLLM's own weight transfer drops what a model says it has loaded: it is noted on its way there."""
+        model: Any = self.get_model()
+        load = model.load_weights
+
+        def load_and_note(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+            loaded = load(weights)
+            self.verl_wanted -= loaded
+            return loaded
+
+        model.load_weights = load_and_note
+        _quieten_reload()
+
+    def verl_expect_all(self) -> None:
+        """A load begins."""
         self.verl_wanted = {name for name, _ in self.get_model().named_parameters()}
+
+    def verl_begin_load(self) -> None:
+        self.verl_expect_all()
         self._verl_in_vllm(self.verl_loader.begin)
 
     def verl_take_bucket(self, number: int) -> None:
@@ -43,8 +63,12 @@ class WeightLoader:
         self.verl_wanted -= self._verl_in_vllm(lambda: self.verl_loader.take(tensors))
 
     def verl_finish_load(self) -> None:
-        """Raises ValueError where the load has left a parameter of the model as it was."""
+        """Raises ValueError as `verl_check_all` does."""
         self._verl_in_vllm(self.verl_loader.finish)
+        self.verl_check_all()
+
+    def verl_check_all(self) -> None:
+        """Raises ValueError where the load has left a parameter of the model as it was."""
         if self.verl_wanted:
             missing = ", ".join(sorted(self.verl_wanted))
             model = type(self.get_model()).__name__
@@ -56,3 +80,8 @@ class WeightLoader:
 
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             return do()
+
+
+def _quieten_reload() -> None:
+    """It warns of every tied head and rotary embedding; what is truly missing is found in `verl_check_all`."""
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

@@ -106,7 +106,7 @@ class Checkpoints:
         background = self._background
         if background is not None:
             background.finish()  # what it writes are the last copies
-            roles = {role: replace(of, here=background.copies[role].take(of.tensors)) for role, of in roles.items()}
+            roles = {role: replace(of, here=background.copies[role].take(of.readable)) for role, of in roles.items()}
         share = Share(step, json.dumps(trainer_state).encode(), rank_state, roles)
         if background is None:
             groups = {role: engine.groups.everyone for role, engine in engines.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +101,12 @@ class Optimizer:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= {name: make(parameter) for name in MOMENTS}
         return state
+
+    def states(self) -> Iterator[Tensor]:
+        """AdamW's of all parameters. Gradients are not there between steps."""
+        for parameter in self.parameters:
+            assert parameter.grad is None
+            yield from self.state_of(parameter).values()
 
     def _clip(self) -> float:
         trained = [p for p in self.parameters if p.grad is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,11 @@ from verl.config import LoraConfig, OptimConfig
 from verl.engine.host_memory import keep_freed_memory
 from verl.engine.offload import HostActivations
 from verl.engine.optimizer import Copied, Optimizer
+from verl.engine.parked import Lasting, Parked
 from verl.flow.placement import Groups
 from verl.flow.signs import Signs
 from verl.model.heads import Head, HeadedModel, TokenOutputs
-from verl.model.load import attention, load_shards, materialise, meta_model, read_config
+from verl.model.load import attention, load_shards, local_tensor, materialise, meta_model, read_config
 from verl.model.lora import adapters_off, add_adapters
 from verl.model.merge import MergedShards
 from verl.model.packing import MicroBatch, Sequences, dummy_micro_batch, pack, plan_micro_batches
@@ -87,6 +88,8 @@ class TrainEngine:
         self._host_activations = HostActivations(self.model) if spec.offload_activations else None
         self._passes = self._make_passes()
         self.optimizer: Optimizer | None = None
+        self.parked = Parked(self._lasting, device, signs.beat)
+        """Takes its tensors off the device and back. While they are away, only `shards()` made before can be read."""
         self.idle: Idle | None = None
         """Of the last `train_step`, while gradients were made; None without a pipeline."""
 
@@ -120,8 +123,11 @@ class TrainEngine:
         return adapters_off(self.model)
 
     def shards(self) -> MergedShards:
-        """This rank's part of the weights, with the adapters in them. Collective."""
-        return MergedShards(self.model, self.device)
+        """This rank's part of the weights, with the adapters in them; readable when they have left the device, too.
+        Collective.
+        """
+        assert not self.parked.away, "the ranks exchange parts of the adapters"
+        return MergedShards(self.model, self.device, self.parked.now)
 
     def train_step(
         self, sequences: Sequences, rows: Sequence[int], loss: Loss, temperature: float = 1.0
@@ -179,6 +185,7 @@ class TrainEngine:
 
     def _micro_batches(self, sequences: Sequences, rows: Sequence[int]) -> list[MicroBatch]:
         """As many on every rank: the most that any rank needs, since each one is a collective."""
+        assert not self.parked.away, "the device is the rollout's"
         rows = [r for r in rows if sequences.count[r]]
         shares = self.parts[0].time_shares
         plan = plan_micro_batches(
@@ -199,6 +206,17 @@ class TrainEngine:
         part.set_is_last_backward(last)
         if not self._plan().reshard_after_forward:
             part.set_reshard_after_backward(last)
+
+    def _lasting(self) -> Iterator[Lasting]:
+        """What lies on the device between two calls."""
+        self._free()  # gathered parameters do not, and stand in the shards' place
+        for parameter in self.model.parameters():
+            yield Lasting(local_tensor(parameter.detach()), changes=parameter.requires_grad)
+        for buffer in self.model.buffers():
+            yield Lasting(local_tensor(buffer), changes=True)
+        if self.optimizer is not None:
+            for state in self.optimizer.states():
+                yield Lasting(local_tensor(state), changes=True)
 
     def _free(self) -> None:
         for module in self.model.modules():

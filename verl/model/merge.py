@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,13 @@ class MergedShards(Mapping[str, Tensor]):
     """
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, now: Callable[[Tensor], Tensor]) -> None:
         """Collective over the model's ranks: of an adapter's A each has a part of the r rows, and needs all.
 
-        `device`: where the ranks exchange them, wherever their shards are.
+        `device`: where the ranks exchange them, wherever their shards are. `now`: a tensor of the model's as it can be
+        read when a shard is asked for: itself, or its bytes in host memory.
         """
+        self._device, self._now = device, now
         shards, named = shards_by_file(model), dict(hf_parameters(model))
         self._weights = {name: part for name, (_, part) in shards.items()}
         self._adapters: dict[str, Adapter] = {}
@@ -43,11 +45,18 @@ class MergedShards(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._adapters:
-            return self._weights[name]
+        weight, adapter = self._weights[name], self._adapters.get(name)
+        if adapter is None:
+            return self._now(weight)
         if self._last is None or self._last[0] != name:
-            self._last = name, self._adapters[name].merged(self._weights[name])
+            down, up = self._to_compute_with(adapter.down), self._to_compute_with(adapter.up)
+            self._last = name, Adapter(down, up, adapter.scale).merged(self._to_compute_with(weight))
         return self._last[1]
+
+    def _to_compute_with(self, tensor: Tensor) -> Tensor:
+        """Of what has left its device a copy there."""
+        now = self._now(tensor)
+        return now if now is tensor else now.to(self._device)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

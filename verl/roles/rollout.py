@@ -14,7 +14,7 @@ from verl.flow.placement import Placement
 from verl.generation.residency import Turns
 from verl.generation.types import Backend, Request, Sample, Sampling
 from verl.monitor.metrics import Metrics
-from verl.reshard.execute import Target, WeightSync
+from verl.reshard.execute import Reader, Target, WeightSync
 from verl.roles.actor import Actor
 from verl.roles.role import Here, Role
 
@@ -28,6 +28,7 @@ class Rollout(Role):
         placement: Placement,
         here: Here,
         backend: Backend | None,
+        reader: Reader | None,
         sync: WeightSync,
         targets: Mapping[str, Target],
         turns: Turns,
@@ -38,12 +39,13 @@ class Rollout(Role):
         stop_token_ids: tuple[int, ...],
         ignore_eos: bool,
     ) -> None:
-        """`backend`: the replica that this rank leads, or is a part of. `targets`: the memory that it writes, by
-        domain. `peers`: the other ranks of that replica where all of them generate. `node_memory`: bytes of the memory
-        that this rank has made for its node.
+        """`backend`: the replica that this rank leads, or is a part of. `reader`: what takes the weights of this rank's
+        memory, or of the replica. `targets`: the memory that it writes, by domain. `peers`: the other ranks of that
+        replica where all of them generate. `node_memory`: bytes of that memory that this rank has made.
         """
         super().__init__(placement, here)
-        self._backend, self._sync, self._targets, self._turns = backend, sync, targets, turns
+        self._backend, self._reader, self._sync = backend, reader, sync
+        self._targets, self._turns = targets, turns
         self._peers, self._node_memory = peers, node_memory
         self._seed, self._max_tokens, self._stop, self._ignore_eos = seed, max_tokens, stop_token_ids, ignore_eos
         self.version = 0
@@ -52,8 +54,9 @@ class Rollout(Role):
         """The actor's weights into every engine, each byte once into each memory that engines read."""
         self.version += 1
         with self.stage("reshard"):
+            shards = actor.shards()  # of trainers that leave the device they are read from the host
             self._turns.to_load()
-            self._sync.run(actor.shards(), self._targets, self._backend)
+            self._sync.run(shards, self._targets, self._reader)
             if self._backend is not None:
                 self._backend.commit(self.version)
 
@@ -90,11 +93,15 @@ class Rollout(Role):
         metrics.total("perf/reshard_wire_bytes", self._sync.traffic.wire)
         metrics.total("perf/reshard_local_bytes", self._sync.traffic.local)
         metrics.max("perf/reshard_extra_bytes", self._sync.staging_bytes + self._node_memory)
+        if self._turns.host_bytes:
+            metrics.max("perf/offload_host_bytes", self._turns.host_bytes)
         return metrics
 
     def finish(self) -> None:
-        """The normal end of a run: the last load is over on every rank."""
+        """The normal end of a run: the last load is over on every rank, and trainers are on their devices."""
         self._sync.close()
+        with self.stage("reshard_back"):
+            self._turns.back_to_train()
 
     def close(self) -> None:
         if self._backend is not None:

@@ -26,13 +26,24 @@ from scripts.bench.common import OUT, OtherPrograms, Table, model_folder, parser
 from scripts.bench.ranks import on_ranks
 from scripts.bench.storages import Kind, Storages, known_of
 from scripts.make_tiny_model import make_tiny_model
-from verl.advise import memory
-from verl.advise.budget import TRAINED, longest, tokens_of
-from verl.advise.job import Job as PlannedJob
+from verl.advise.budget import TRAINED, longest, trainer
 from verl.advise.job import imagine, nodes_of
-from verl.advise.model import ModelShape, find_config, shape_of
+from verl.advise.memory import Need
+from verl.advise.model import find_config, shape_of
 from verl.algo.losses import policy_loss
-from verl.config import ActorConfig, CriticConfig, DataConfig, ModelConfig, OptimConfig, PPOConfig, ReferenceConfig
+from verl.config import (
+    ActorConfig,
+    CriticConfig,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    PPOConfig,
+    ReferenceConfig,
+    TrainerConfig,
+)
+from verl.engine.copies import Copies
+from verl.engine.shards import engine_tensors
 from verl.engine.train_engine import EngineSpec, TrainEngine
 from verl.flow.job import start_job
 from verl.flow.placement import Groups, make_groups
@@ -46,7 +57,9 @@ TARGET = 0.15
 MATTERS = 0.05
 """Of the peak: a smaller term does not."""
 HEADS = {"actor": Head.lm, "critic": Head.token_value, "reference": Head.lm}
-TERMS = ("parameters", "gradients", "optimizer", "activations", "peak")
+COPY = "checkpoint copy"
+"""In the node's memory, while checkpoints are written in the background (trainer.async_save)."""
+TERMS = ("parameters", "gradients", "optimizer", "activations", "peak", COPY)
 DTYPE = torch.bfloat16
 MIB = 2**20
 TIMEOUT = 600.0
@@ -60,21 +73,25 @@ class Case:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     checkpointing: bool = False
     micro_batches: int = 2
     """Of an optimizer step, on each rank."""
     architecture: str = "llama"
     attention: str = "auto"
+    lora_rank: int = 0
+    """0: the whole model is trained."""
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def mesh(self) -> str:
-        split = f"{{tensor_parallel_size: {self.tp}, pipeline_parallel_size: {self.pp}}}"
+        degrees = {"tensor": self.tp, "pipeline": self.pp, "context": self.cp}
+        split = ", ".join(f"{kind}_parallel_size: {size}" for kind, size in degrees.items())
         hybrid = f"{{activation_checkpointing: {str(self.checkpointing).lower()}}}"
-        role = f"{{devices: [0-{self.world - 1}], parallelism: {split}, hybrid_engine: {hybrid}}}"
+        role = f"{{devices: [0-{self.world - 1}], parallelism: {{{split}}}, hybrid_engine: {hybrid}}}"
         return f"actor: {role}\ncritic: {role}\nrollout: {{devices: [0], backend: torch}}\n"
 
 
@@ -89,6 +106,15 @@ CASES = [
     Case("FSDP 2, checkpointing", dp=2, checkpointing=True),
     Case("PP 2 x FSDP 2, checkpointing", dp=2, pp=2, checkpointing=True, micro_batches=4),
     Case("FSDP 2, Gemma 2", dp=2, architecture="gemma2", attention="eager"),
+    Case("CP 2", cp=2),
+    Case("CP 2 x TP 2", tp=2, cp=2),
+    Case("FSDP 2 x CP 2, checkpointing", dp=2, cp=2, checkpointing=True),
+    Case("LoRA", lora_rank=16),
+    Case("FSDP 2, LoRA", dp=2, lora_rank=16),
+    Case("TP 2, LoRA", tp=2, lora_rank=16),
+    Case("PP 2 x FSDP 2, LoRA, checkpointing", dp=2, pp=2, checkpointing=True, micro_batches=4, lora_rank=16),
+    Case("FSDP 2, Qwen3-MoE", dp=2, architecture="qwen3_moe"),
+    Case("FSDP 2, Qwen3-MoE, checkpointing", dp=2, checkpointing=True, architecture="qwen3_moe"),
 ]
 
 
@@ -137,7 +163,7 @@ class Figures:
 
 def settings(case: Case, size: Size) -> PPOConfig:
     """A step of one mini-batch. Its rows have all the same length, so that micro-batches are as full as can be."""
-    prompts = case.dp * case.micro_batches * size.rows
+    prompts, lora = case.dp * case.micro_batches * size.rows, LoraConfig(rank=case.lora_rank)
     return PPOConfig(
         model=ModelConfig(
             attn_implementation=case.attention,
@@ -145,25 +171,21 @@ def settings(case: Case, size: Size) -> PPOConfig:
             logprob_chunk_tokens=size.chunk,
         ),
         data=DataConfig(train_batch_size=prompts, max_prompt_length=size.prompt, max_response_length=size.response),
-        actor=ActorConfig(ppo_mini_batch_size=prompts, max_tokens_per_micro_batch=size.tokens),
-        critic=CriticConfig(max_tokens_per_micro_batch=size.tokens),
+        actor=ActorConfig(ppo_mini_batch_size=prompts, max_tokens_per_micro_batch=size.tokens, lora=lora),
+        critic=CriticConfig(max_tokens_per_micro_batch=size.tokens, lora=lora),
         reference=ReferenceConfig(max_tokens_per_micro_batch=size.tokens),
+        trainer=TrainerConfig(async_save=True),
     )
 
 
-def estimate(job: PlannedJob, role: str, stage: int, model: ModelShape, config: PPOConfig) -> dict[str, int]:
-    spec, dp = job.spec(role), job.placements[role].dp
-    split, tokens = model.split(spec, dp), tokens_of(role, config, dp)
-    reshards = config.model.reshard_after_forward
-    assert reshards is not None
+def terms(need: Need, role: str, case: Case, stage: int) -> dict[str, int]:
+    """What is looked at of an estimate."""
     if role not in TRAINED:
-        need = memory.frozen(model, split, stage, DTYPE.itemsize, tokens, spec, reshards)
         return {"parameters": need.term("parameters"), "peak": need.total}
-    need = memory.trained(model, split, stage, DTYPE.itemsize, tokens, spec, reshards)
     found = {term: max(moment.get(term, 0) for moment in need.moments) for term in ("gradients", "activations")}
-    if stage > 0:  # what is seen of gradients are those of states, too, on their way to the stage before
-        found["gradients"] += need.term("messages")
-    return {**need.stays, **found, "peak": need.total}
+    if stage > 0:  # those of states are seen, too, on their way to the stage before, and of one that is just made
+        found["gradients"] += need.term("messages") * (case.pp + 1) // case.pp
+    return {**need.stays, **found, "peak": need.total, COPY: need.on_host[COPY]}
 
 
 def measure_case(case: Case, folder: Path, size: Size) -> dict[str, list[Figures]]:
@@ -179,7 +201,7 @@ def measure_case(case: Case, folder: Path, size: Size) -> dict[str, list[Figures
         model = shape_of(find_config(str(folder)), str(folder), HEADS[role])
         stage = place.coordinate(job.rank).pp
         measured = _Role(role, case, config, folder, groups[role], job.board).measure(size)
-        mine[role] = Figures(stage, measured, estimate(planned, role, stage, model, config))
+        mine[role] = Figures(stage, measured, terms(trainer(planned, role, stage, model, config), role, case, stage))
         gc.collect()
     said = job.everywhere(mine)
     job.close()
@@ -202,6 +224,7 @@ class _Role:
             logprob_chunk_tokens=config.model.logprob_chunk_tokens,
             reshard_after_forward=config.model.reshard_after_forward,
             activation_checkpointing=case.checkpointing,
+            lora=LoraConfig(rank=case.lora_rank) if self.trained and case.lora_rank else None,
         )
         self.engine = TrainEngine(spec, groups, torch.device("cpu"), signs)
         if self.trained:
@@ -226,6 +249,7 @@ class _Role:
             "optimizer": most[Kind.optimizer],
             "activations": most[Kind.activations],
             "peak": peak,
+            COPY: sum(tensor.nbytes for tensor in Copies().take(engine_tensors(self.engine)).values()),
         }
 
     def _work(self, sequences: Sequences) -> None:

@@ -8,12 +8,12 @@ from scripts.bench import memory
 from scripts.bench.memory import CASES, QUICK, TERMS, Case, make_model, measure_case
 from scripts.bench.ranks import on_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 NAMED = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize("name", ["TP 2", "PP 2 x FSDP 2, checkpointing"])
+@pytest.mark.parametrize("name", ["TP 2", "CP 2", "FSDP 2, LoRA", "PP 2 x FSDP 2, checkpointing"])
 def test_every_term_that_matters_is_near_what_is_measured(
     name: str, tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from tests.support.refusals import refusal
 from tests.support.runs import Task
 from verl.mesh.parse import parse
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 MESH = """\
 actor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from verl.advise import memory
-from verl.advise.adapters import held_adapters
+from verl.advise.adapters import held_adapters, with_adapters
 from verl.advise.job import Job
 from verl.advise.memory import PROCESS_BYTES, Need, Tokens
 from verl.advise.model import ModelShape
@@ -33,11 +33,17 @@ class Budget:
     """On each device: the rank's own, and a vLLM worker."""
     shares: bool
     """A vLLM engine takes turns with other roles on the device, or on another one of its replica."""
+    leave: bool = False
+    """The others are in host memory while the rollout has its turn (rollout.offload_trainers)."""
 
     @property
     def worker(self) -> str:
-        """The role that takes most while it has its turn."""
-        return max(self.needs, key=lambda role: sum(self.needs[role].at_work.values()))
+        """The role in whose turn most is there."""
+        return max(self.needs, key=lambda role: self.beside(role) + sum(self.needs[role].at_work.values()))
+
+    def beside(self, worker: str) -> int:
+        """What is there all the time that this role works."""
+        return self.overhead + sum(sum(self.needs[role].stays.values()) for role in self._there(worker))
 
     @property
     def overhead(self) -> int:
@@ -45,19 +51,25 @@ class Budget:
 
     @property
     def stays(self) -> int:
-        return self.overhead + sum(sum(need.stays.values()) for need in self.needs.values())
+        """What is there between the turns, when that is most."""
+        return max(self.beside(role) for role in self.needs)
 
     @property
     def peak(self) -> int:
-        return self.stays + sum(self.needs[self.worker].at_work.values())
+        return self.beside(self.worker) + sum(self.needs[self.worker].at_work.values())
 
     def terms(self) -> Iterator[tuple[str, int]]:
         """What the peak is made of, "role term" and bytes."""
-        for role, need in self.needs.items():
+        for role in self._there(self.worker):
+            need = self.needs[role]
             yield from ((f"{role} {name}", size) for name, size in need.stays.items() if size)
             if role == self.worker:
                 yield from ((f"{role} {name}", size) for name, size in need.at_work.items() if size)
         yield "CUDA and NCCL", self.overhead
+
+    def _there(self, worker: str) -> Iterator[str]:
+        """The roles that are on the device while this one works."""
+        return (role for role in self.needs if role == "rollout" or not (self.leave and worker == "rollout"))
 
 
 def budgets(job: Job, models: Mapping[str, ModelShape], config: PPOConfig, device_memory: int | None) -> list[Budget]:
@@ -74,12 +86,15 @@ def budgets(job: Job, models: Mapping[str, ModelShape], config: PPOConfig, devic
     modelled = [place for role, place in job.placements.items() if role != "rollout" and role in models]
 
     @cache
-    def need(role: str, stage: int, shares: bool) -> Need:
+    def need(role: str, stage: int, shares: bool, leave: bool) -> Need:
         if role == "rollout":
             return _engine(job, models[role], config, device_memory, shares)
-        return _trainer(job, role, stage, models[role], config)
+        found = trainer(job, role, stage, models[role], config)
+        if not leave:
+            return found
+        return replace(found, on_host={**found.on_host, "all else while the rollout works": sum(found.stays.values())})
 
-    alike: dict[tuple[bool, tuple[tuple[str, int], ...]], list[int]] = {}
+    alike: dict[tuple[bool, bool, tuple[tuple[str, int], ...]], list[int]] = {}
     for process in job.processes:
         places = tuple(
             (role, job.placements[role].coordinate(process.rank).pp)
@@ -87,16 +102,18 @@ def budgets(job: Job, models: Mapping[str, ModelShape], config: PPOConfig, devic
             if role in models
         )
         if places:
-            shares = runs_vllm(job) and sharing(job.placements["rollout"], modelled, process.rank) is not None
-            alike.setdefault((shares, places), []).append(process.rank)
+            turns = sharing(job.placements["rollout"], modelled, process.rank) is not None
+            kind = turns and runs_vllm(job), turns and config.rollout.offload_trainers, places
+            alike.setdefault(kind, []).append(process.rank)
     return [
         Budget(
             tuple(ranks),
-            {role: need(role, stage, shares) for role, stage in places},
+            {role: need(role, stage, shares, leave) for role, stage in places},
             processes=2 if runs_vllm(job) and "rollout" in dict(places) else 1,
             shares=shares,
+            leave=leave,
         )
-        for (shares, places), ranks in alike.items()
+        for (shares, leave, places), ranks in alike.items()
     ]
 
 
@@ -129,18 +146,21 @@ def tokens_of(role: str, config: PPOConfig, dp: int, cp: int = 1) -> Tokens:
         chunk=config.model.logprob_chunk_tokens,
         accumulates=tokens > micro_batch,
         attention="flash_attention_2" if attention == "auto" else attention,
-        entropy=role == "actor" and config.actor.entropy_coeff != 0,
+        cp=cp,
     )
 
 
-def _trainer(job: Job, role: str, stage: int, model: ModelShape, config: PPOConfig) -> Need:
+def trainer(job: Job, role: str, stage: int, model: ModelShape, config: PPOConfig) -> Need:
+    """A role other than the rollout on a device of its pipeline's `stage`."""
     spec, place = job.spec(role), job.placements[role]
     split, tokens = model.split(spec, place.spread), tokens_of(role, config, place.dp, place.cp)
     said = config.model.reshard_after_forward
     reshards = split.pp == 1 if said is None else said  # a pipeline would gather a layer again for each micro-batch
     if role in TRAINED:
-        adapters = held_adapters(model, split, stage, (config.actor if role == "actor" else config.critic).lora)
-        return memory.trained(model, split, stage, ITEMSIZE[spec.dtype], tokens, spec, reshards, adapters)
+        lora = (config.actor if role == "actor" else config.critic).lora
+        adapters, model = held_adapters(model, split, stage, lora), with_adapters(model, lora)
+        itemsize, copied = ITEMSIZE[spec.dtype], config.trainer.async_save
+        return memory.trained(model, split, stage, itemsize, tokens, spec, reshards, adapters, copied)
     return memory.frozen(model, split, stage, ITEMSIZE[spec.dtype], tokens, spec, reshards)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from verl.advise import memory
 from verl.advise.budget import ITEMSIZE, TRAINED, Budget, longest, runs_vllm
@@ -61,8 +62,14 @@ def unsized_cache(job: Job, found: Sequence[Budget], device_memory: int | None) 
         yield f"{what} (--device-memory GIB tells how much fits)"
         return
     left = min(_left_for_cache(budget, device_memory) for budget in sharing)
+    alone = min(_left_for_cache(replace(budget, leave=True), device_memory) for budget in sharing)
     if left >= GIB:
         yield f"{what}: {left // GIB * GIB} ({left // GIB} GiB) is the most that fits"
+    elif alone >= GIB:
+        yield (
+            f"{what}. Beside the other roles nothing is left for it; with rollout.offload_trainers=true "
+            f"{alone // GIB * GIB} ({alone // GIB} GiB) is the most that fits"
+        )
     else:
         yield f"{what}. Beside the other roles nothing is left for it, so give some role more devices, too"
 
@@ -93,16 +100,26 @@ def gib(size: int) -> str:
 def _left_for_cache(budget: Budget, device_memory: int) -> int:
     """Bytes of a shared device that its engine's cache may have."""
     engine = budget.needs["rollout"]
-    return device_memory - budget.stays - (sum(engine.at_work.values()) - engine.at_work[CACHE])
+    return device_memory - budget.beside("rollout") - (sum(engine.at_work.values()) - engine.at_work[CACHE])
 
 
 def _remedy(job: Job, budget: Budget, role: str, device_memory: int) -> str:
     """The change that helps most, as far as it can be told."""
     worker = budget.worker
-    if worker == "rollout" and budget.shares:
-        left = _left_for_cache(budget, device_memory)
+    if worker == "rollout":
+        remedies = []
+        left = _left_for_cache(budget, device_memory) if budget.shares else 0
         if left >= GIB:
-            return f"lower rollout.engine_kwargs.{CACHE_SETTING} to {left // GIB * GIB} ({left // GIB} GiB) or less"
+            remedies.append(
+                f"lower rollout.engine_kwargs.{CACHE_SETTING} to {left // GIB * GIB} ({left // GIB} GiB) or less"
+            )
+        moved = budget.beside("rollout") - replace(budget, leave=True).beside("rollout")
+        if moved and replace(budget, leave=True).peak <= device_memory:
+            remedies.append(
+                f"set rollout.offload_trainers=true, so that {gib(moved)} GiB of the others leave meanwhile"
+            )
+        if remedies:
+            return ", or ".join(remedies)
     if worker in TRAINED:
         saved = budget.needs[worker].at_work.get("activations", 0)
         if not job.spec(worker).hybrid_engine.activation_checkpointing and budget.peak - saved < device_memory:

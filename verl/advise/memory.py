@@ -1,9 +1,9 @@
 """What a role takes of a device's memory, term by term. Pure: shapes, degrees and tokens in, bytes out.
 
 Parameters, gradients and optimizer state are exact; the rest is within 15 % of what `scripts/bench/memory.py`
-measures on a CPU, where it is large enough to matter. Roles with a model are not moved off a device while another role
-has its turn, so what stays of each adds up, and what a role takes while it computes is needed by one at a time. An
-engine of vLLM's that shares its devices sleeps while others compute (`verl.generation.residency`).
+measures on a CPU, where it is large enough to matter. What stays of each role adds up, and what a role takes while it
+computes is needed by one at a time. An engine of vLLM's that shares its devices sleeps while others compute, and with
+`rollout.offload_trainers` the others are not there while it is awake (`verl.generation.residency`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from verl.advise.activations import FLOAT32, Tokens, activations, logits_bytes, messages_bytes, passing_bytes
+from verl.advise.activations import FLOAT32, Activations, Tokens, logits_bytes, messages_bytes, passing_bytes
 from verl.advise.model import ModelShape
 from verl.mesh.spec import RoleSpec, RolloutSpec
 from verl.reshard.boxes import Split
@@ -37,6 +37,8 @@ class Need:
     """Held besides while the role computes, at the moment when it is most."""
     moments: tuple[Mapping[str, int], ...] = ()
     """The moments of which that is one, where there are several."""
+    on_host: Mapping[str, int] = field(default_factory=dict)
+    """In the node's memory besides, on account of this device."""
 
     def term(self, name: str) -> int:
         return self.stays.get(name, 0) + self.at_work.get(name, 0)
@@ -96,23 +98,27 @@ def trained(
     spec: RoleSpec,
     reshards: bool,
     adapters: Held | None = None,
+    copied: bool = False,
 ) -> Need:
     """Actor or critic on a device of `stage`. `itemsize`: bytes of the compute dtype; what is trained is float32.
 
     `adapters`: all that is trained, where there are any; the model is then stored in the compute dtype. `reshards`:
-    gathered layers are freed after use (FSDP's reshard_after_forward); else the whole model stays gathered. It is most
-    in the last micro-batch's backward: in the head, or in the last layer, both with all activations, or when it ends,
-    with all gradients.
+    gathered layers are freed after use (FSDP's reshard_after_forward); else the whole model stays gathered. `copied`:
+    checkpoints are written in the background, from a copy of what is learnt. It is most in the last micro-batch's
+    backward: in the head, or in the last layer, both with all activations, or when it ends, with all gradients.
     """
     part = held(model, split, stage)
     learnt = part if adapters is None else adapters
     stored = 0 if adapters is None else itemsize * part.sharded
     stays = {"parameters": stored + FLOAT32 * learnt.sharded, "optimizer": 2 * FLOAT32 * learnt.sharded}
+    on_host = {"checkpoint copy": 3 * FLOAT32 * learnt.sharded} if copied else {}
     reduced = FLOAT32 * learnt.sharded
     if spec.hybrid_engine.offload_parameters:
-        stays, reduced = {}, 0  # gradients follow the parameters to the host as soon as they are reduced
+        on_host |= stays | {"gradients": reduced}  # which follow them to the host as soon as they are reduced
+        stays, reduced = {}, 0
     elif spec.hybrid_engine.offload_optimizer:
-        del stays["optimizer"]  # a step takes less of it at a time than the passes before have taken
+        # a step takes less of it at a time than the passes before have taken
+        on_host["optimizer"] = stays.pop("optimizer")
     beside = 0 if adapters is None else _gathered(adapters, itemsize, split, reshards)
     always = {
         "gathered layers": _gathered(part, itemsize, split, reshards) + beside,
@@ -122,20 +128,20 @@ def trained(
     has_head = part.ends and model.has_lm_head and adapters is None
     head = model.vocabulary * model.hidden_size // split.tp if has_head else 0
 
-    def kept(in_head: bool) -> int:
-        hybrid, parts = spec.hybrid_engine, spec.parallelism.virtual_stages
-        return activations(model, part.layers, split, stage, itemsize, tokens, hybrid, parts, in_head)
-
+    kept = Activations(
+        model, part.layers, split, stage, itemsize, tokens, spec.hybrid_engine, spec.parallelism.virtual_stages
+    )
+    on_host |= {"activations": kept.on_host()} if spec.hybrid_engine.offload_activations else {}
     in_head = always | {
         "gradients": accumulated,
-        "activations": kept(in_head=True),
+        "activations": kept.on_device(in_head=True),
         # of the head's weight: a sum in float32 and a chunk's part of it
         "gradients in transit": (FLOAT32 + itemsize) * head,
         "logits": logits_bytes(model, tokens, split.tp, training=True) if part.ends else 0,
     }
     in_layer = always | {
         "gradients": accumulated,
-        "activations": kept(in_head=False),
+        "activations": kept.on_device(in_head=False),
         "gradients in transit": itemsize * head + (FLOAT32 + itemsize) * learnt.largest_layer,
         "backward pass": passing_bytes(model, itemsize, tokens, split.tp),
     }
@@ -143,7 +149,7 @@ def trained(
         "gradients": max(accumulated, reduced),
         "gradients in transit": (itemsize + FLOAT32) * max(learnt.largest_layer, learnt.root),
     }
-    return _worst(stays, in_head, in_layer, ends)
+    return _worst(stays, on_host, in_head, in_layer, ends)
 
 
 def frozen(
@@ -154,7 +160,8 @@ def frozen(
     It is most either within a layer, or in the head.
     """
     part = held(model, split, stage)
-    stays = {} if spec.hybrid_engine.offload_parameters else {"parameters": itemsize * part.sharded}
+    parameters = {"parameters": itemsize * part.sharded}
+    stays, on_host = ({}, parameters) if spec.hybrid_engine.offload_parameters else (parameters, {})
     always = {
         "gathered layers": _gathered(part, itemsize, split, reshards),
         "messages": messages_bytes(model, itemsize, tokens, split),
@@ -163,6 +170,7 @@ def frozen(
     logits = logits_bytes(model, tokens, split.tp, training=False) if part.ends else 0
     return _worst(
         stays,
+        on_host,
         always | {"activations": passing_bytes(model, itemsize, tokens, split.tp)},
         always | {"activations": states, "logits": logits},
     )
@@ -215,9 +223,9 @@ def cache_bytes(model: ModelShape, tp: int, itemsize: int) -> int:
     return 2 * model.num_layers * max(1, model.num_kv_heads // tp) * model.head_dim * itemsize
 
 
-def _worst(stays: Mapping[str, int], *moments: Mapping[str, int]) -> Need:
+def _worst(stays: Mapping[str, int], on_host: Mapping[str, int], *moments: Mapping[str, int]) -> Need:
     worst = max(moments, key=lambda terms: sum(terms.values()))
-    return Need(stays, {name: size for name, size in worst.items() if size}, moments)
+    return Need(stays, {name: size for name, size in worst.items() if size}, moments, on_host)
 
 
 def _gathered(part: Held, itemsize: int, split: Split, reshards: bool) -> int:

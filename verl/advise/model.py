@@ -11,15 +11,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from verl.errors import UserError
 from verl.mesh.spec import RoleSpec
 from verl.model.heads import Head, HeadedModel
+from verl.model.hub import hub_folder
 from verl.model.load import caps_scores, hf_parameters, meta_model, read_config
+from verl.model.pieces import EXPERTS
 from verl.parallel.stages import split_layers, unit_costs
 from verl.reshard.boxes import Split, tensor_parallel_dims
 from verl.reshard.layout import Shapes
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Of each layer's MLP."""
+
+    number: int
+    chosen: int
+    """For a token."""
+    width: int
+    """Of one expert's projections."""
+
+
+@dataclass(frozen=True)
+class Learns:
+    """What of a layer learns: autograd keeps what a weight's gradient is made of."""
+
+    weights: bool = True
+    """Its own; else adapters alone do."""
+    attention: bool = True
+    """Projections of attention's input: that is kept."""
+    mlp: bool = True
+    """Projections of the MLP's input."""
+    product: bool = True
+    """The projection of gate times up."""
+    between: int = 0
+    """Numbers a token between the two matrices of all adapters."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +83,11 @@ class ModelShape:
     caps_logits: bool
     """Logits go through one, too."""
     has_lm_head: bool
+    linear: frozenset[str] = frozenset()
+    """Parameters that are weights of linear layers."""
+    experts: Experts | None = None
+    """None where there is one MLP for all tokens."""
+    learns: Learns = Learns()
 
     @cached_property
     def num_elements(self) -> int:
@@ -98,10 +133,12 @@ def find_config(path: str) -> PretrainedConfig:
         raise UserError(
             f"{path}: neither a model folder nor a config file here ({Path.cwd()}), nor a hub id such as org/name"
         )
+    # not AutoConfig's own way to the hub, which without a network tries again and again, for minutes
+    folder = file if file.is_dir() else hub_folder(path, ["config.json"], fetch=True)
     try:
-        return read_config(file if file.is_dir() else Path(path), trust_remote_code=False)
+        return read_config(folder, trust_remote_code=False)
     except UserError as error:
-        raise UserError(f"{path}: {_first_line(error)}") from error
+        raise UserError(f"{path}: {_on_one_line(error)}") from error
 
 
 def shape_of(config: PretrainedConfig, name: str, head: Head = Head.lm, trust_remote_code: bool = False) -> ModelShape:
@@ -122,12 +159,15 @@ def _from_json(file: Path) -> PretrainedConfig:
         return AutoConfig.for_model(kind, **settings)
     except KeyError as error:
         raise UserError(f"{file}: a model's config needs {error}, and this file has none") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}: a model's config.json is JSON, and this file is not: {error}") from error
     except Exception as error:  # as above
-        raise UserError(f"{file}: no model's config: {_first_line(error)}") from error
+        raise UserError(f"{file}: no model's config: {_on_one_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return f"{str(error).partition(chr(10))[0]}" or type(error).__name__
+def _on_one_line(error: Exception) -> str:
+    """The first two lines of what it says: the second is the reason where the first names the check that failed."""
+    return " ".join(line.strip() for line in str(error).strip().splitlines()[:2]) or type(error).__name__
 
 
 def _measured(model: HeadedModel, config: PretrainedConfig, name: str) -> ModelShape:
@@ -166,6 +206,8 @@ def _measured(model: HeadedModel, config: PretrainedConfig, name: str) -> ModelS
         caps_scores=caps_scores(config),
         caps_logits=config.to_dict().get("final_logit_softcapping") is not None,
         has_lm_head=model.head is Head.lm,
+        linear=frozenset(f"{key}.weight" for key, module in model.hf.named_modules() if isinstance(module, nn.Linear)),
+        experts=_experts(sizes) if config.model_type in EXPERTS else None,
     )
 
 
@@ -182,6 +224,10 @@ class _Sizes:
         if type(size) is not int or size < 1:
             raise ValueError(f"{name} is {size}, and a whole number is needed")
         return size
+
+
+def _experts(sizes: _Sizes) -> Experts:
+    return Experts(sizes("num_experts"), sizes("num_experts_per_tok"), sizes("moe_intermediate_size"))
 
 
 def _units(model: HeadedModel, names: list[str], num_layers: int) -> dict[str, tuple[int, ...]]:

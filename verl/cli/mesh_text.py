@@ -49,8 +49,9 @@ def memory(
     for budget in report.budgets:
         yield f"  {job.devices(budget.ranks)}: {gib(budget.peak)}, when the {budget.worker} works"
         for role, need in budget.needs.items():
-            parts = [_terms(need.stays), _terms(need.at_work) and f"at work {_terms(need.at_work)}"]
-            yield f"    {role:<10}{'; '.join(part for part in parts if part)}"
+            terms = {"": need.stays, "at work ": need.at_work, "in the node's memory ": need.on_host}
+            parts = [f"{when}{_terms(sizes)}" for when, sizes in terms.items() if _terms(sizes)]
+            yield f"    {role:<10}{'; '.join(parts)}"
         yield f"    {'other':<10}CUDA and NCCL {gib(budget.overhead)}"
 
 
@@ -133,7 +134,7 @@ def as_json(job: Job, report: Report) -> dict[str, Any]:
                 "peak": budget.peak,
                 "stays": budget.stays,
                 "roles": {
-                    role: {"stays": dict(need.stays), "at_work": dict(need.at_work)}
+                    role: {"stays": dict(need.stays), "at_work": dict(need.at_work), "on_host": dict(need.on_host)}
                     for role, need in budget.needs.items()
                 },
                 "cuda_and_nccl": budget.overhead,

@@ -37,57 +37,11 @@ def token_logprobs(
     `shard`: `weight` holds a part of the vocabulary, and all ranks of its group call this with the same `hidden` and
     `targets`. The results are the same on all of them; the gradient of `hidden` is each rank's part of a sum.
     """
-    if shard is not None:
-        return _ShardedLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, softcap, shard)  # type: ignore[return-value]
-    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, softcap)  # type: ignore[return-value]
+    return _Logprobs.apply(hidden, weight, targets, temperature, chunk_tokens, softcap, shard)  # type: ignore[return-value]
 
 
-class _ChunkedLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        chunk_tokens: int,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
-        for at in _chunks(len(hidden), chunk_tokens):
-            # log_softmax takes the largest logit away first: log Z - E[logit] would lose the entropy of a sharp one
-            every = _logits(hidden[at], weight, temperature, softcap).log_softmax(-1)
-            logprobs[at] = every.gather(-1, targets[at, None]).squeeze(-1)
-            entropy[at] = -every.exp().mul_(every).sum(-1)
-            del every  # before there is the next chunk's
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.settings = (temperature, chunk_tokens, softcap)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logprobs, grad_entropy = grads
-        hidden, weight, targets = ctx.saved_tensors
-        with_entropy = bool(grad_entropy.any())
-
-        def gradient(at: slice, logits: Tensor) -> Tensor:
-            # in place: on a CPU a pass over [chunk, vocab] takes as long as its memory does
-            grad = logits.softmax(-1)
-            if with_entropy:
-                # dH/dlogit = -p (log p + H)
-                logprobs = logits.log_softmax(-1)
-                entropy = -(grad * logprobs).sum(-1, keepdim=True)
-                grad *= logprobs.add_(entropy).mul_(grad_entropy[at, None]).add_(grad_logprobs[at, None]).neg_()
-            else:
-                grad *= -grad_logprobs[at, None]
-            return grad.scatter_add_(-1, targets[at, None], grad_logprobs[at, None])
-
-        return *_through_head(gradient, hidden, weight, ctx.needs_input_grad[1], *ctx.settings), *[None] * 4
-
-
-class _ShardedLogprobs(torch.autograd.Function):
-    """Two small all-reduces a chunk, [chunk] and [3, chunk], in the forward pass alone."""
+class _Logprobs(torch.autograd.Function):
+    """With a shard: two small all-reduces a chunk, [chunk] and [3, chunk], in the forward pass alone."""
 
     @staticmethod
     def forward(
@@ -98,26 +52,25 @@ class _ShardedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         softcap: float | None,
-        shard: VocabShard,
+        shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
-        places = targets - shard.first
+        places = targets if shard is None else targets - shard.first
         here = (places >= 0) & (places < len(weight))
         places = places.clamp(0, len(weight) - 1)
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, largest, log_sum = (torch.empty_like(logprobs) for _ in range(3))
         for at in _chunks(len(hidden), chunk_tokens):
             logits = _logits(hidden[at], weight, temperature, softcap)
-            top = logits.amax(-1)
-            dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
-            logits.sub_(top[:, None])
+            top = _over_ranks(logits.amax(-1), dist.ReduceOp.MAX, shard)
+            logits.sub_(top[:, None])  # or the entropy of a sharp distribution would be lost in log Z - E[logit]
             chosen = logits.gather(-1, places[at, None]).squeeze(-1) * here[at]
             exps = logits.exp()
             sums = torch.stack([exps.sum(-1), exps.mul_(logits).sum(-1), chosen])
-            dist.all_reduce(sums, group=shard.group)
+            sums = _over_ranks(sums, dist.ReduceOp.SUM, shard)
             largest[at], log_sum[at] = top, sums[0].log()
             logprobs[at] = sums[2] - log_sum[at]
             entropy[at] = log_sum[at] - sums[1] / sums[0]
-            del logits, exps
+            del logits, exps  # before there are the next chunk's
         ctx.save_for_backward(hidden, weight, places, here, largest, log_sum, entropy)
         ctx.settings = (temperature, chunk_tokens, softcap)
         return logprobs, entropy
@@ -129,16 +82,24 @@ class _ShardedLogprobs(torch.autograd.Function):
         with_entropy = bool(grad_entropy.any())
 
         def gradient(at: slice, logits: Tensor) -> Tensor:
+            # in place: on a CPU a pass over [chunk, vocab] takes as long as its memory does
             every = logits.sub_(largest[at, None]).sub_(log_sum[at, None])
-            grad = every.exp()
             if with_entropy:
-                of_entropy = every.add_(entropy[at, None]).mul_(grad_entropy[at, None])
-                grad *= of_entropy.add_(grad_logprobs[at, None]).neg_()
+                # dH/dlogit = -p (log p + H)
+                grad = every.exp()
+                grad *= every.add_(entropy[at, None]).mul_(grad_entropy[at, None]).add_(grad_logprobs[at, None]).neg_()
             else:
-                grad *= -grad_logprobs[at, None]
+                grad = every.exp_().mul_(-grad_logprobs[at, None])
             return grad.scatter_add_(-1, places[at, None], (grad_logprobs[at] * here[at])[:, None])
 
         return *_through_head(gradient, hidden, weight, ctx.needs_input_grad[1], *ctx.settings), *[None] * 5
+
+
+def _over_ranks(parts: Tensor, op: dist.ReduceOp.RedOpType, shard: VocabShard | None) -> Tensor:
+    """In place."""
+    if shard is not None:
+        dist.all_reduce(parts, op, group=shard.group)
+    return parts
 
 
 def _through_head(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from verl.config import PPOConfig
 from verl.errors import MeshError
 from verl.flow.place import place_roles, reference_is_actor
+from verl.generation.residency import sharing
 from verl.mesh.resolve import resolve
 from verl.mesh.spec import MeshSpec, RoleSpec, RolloutSpec
 from verl.preflight.compare import Problem, node_names
@@ -24,6 +25,8 @@ LEARNING_BYTES = 16
 """A parameter that learns: float32 weight, gradient, and AdamW's two moments."""
 MOMENT_BYTES = 8
 """Of these the moments."""
+COPY_BYTES = 12
+"""All of it but the gradient: what there is between two steps, and so what a copy of a role has."""
 SLOTS = 2
 """Buckets of weights under way to the engines of a node, which are in its memory."""
 KV_BYTES = 512 * MIB
@@ -143,14 +146,18 @@ def _parts(
     on_cpu = not any(f.accelerators for f in here)
     # adapters themselves are not counted: they are few
     frozen = {role for role, of in (("actor", config.actor), ("critic", config.critic)) if of.lora.rank}
-    one_model = reference_is_actor(config, mesh, place_roles(mesh, ranks, ()))
+    placements = place_roles(mesh, ranks, ())
+    one_model = reference_is_actor(config, mesh, placements)
+    modelled = [placements[role] for role in sizes if role in ranks and role != "rollout" and _is_built(role, config)]
+    shared = {rank for rank in ranks["rollout"] if sharing(placements["rollout"], modelled, rank) is not None}
     for role, serving in ranks.items():
         spec, share = mesh.roles.get(role, mesh.roles["actor"]), len(mine & set(serving)) / len(serving)
         if isinstance(spec, RolloutSpec) and spec.backend == "vllm" and share and "actor" in sizes:
             size, each = sizes["actor"], _DTYPE_BYTES[spec.dtype]
             weights = size.parameters * each
             bucket = max(config.rollout.reshard_bucket_mib * MIB, size.largest * each)
-            yield "weights under way", min(SLOTS * bucket, weights)
+            if config.rollout.weight_transfer == "node_memory":
+                yield "weights under way", min(SLOTS * bucket, weights)
             if on_cpu:
                 replicas = share * len(serving) / spec.tensor_parallel_size
                 kv = spec.engine_kwargs.get("kv_cache_memory_bytes", KV_BYTES)
@@ -158,11 +165,18 @@ def _parts(
         elif one_model and role == "reference":
             continue
         elif role in sizes and share and _is_built(role, config):
-            each = _host_bytes(role in _LEARNING and role not in frozen, spec, on_cpu)
+            learns = role in _LEARNING and role not in frozen
+            each = _host_bytes(learns, spec, on_cpu)
             spread = len(serving) // (spec.tensor_parallel_size * spec.pipeline_parallel_size)
-            copies = spread // (spec.parallelism.fsdp_size or spread)
+            here_of = spread // (spec.parallelism.fsdp_size or spread) * sizes[role].parameters * share
             if each:
-                yield role, int(copies * sizes[role].parameters * each * share)
+                yield role, int(here_of * each)
+            if learns and config.trainer.async_save:
+                yield f"checkpoint copy of {role}", int(here_of * COPY_BYTES)
+            leaving = len(mine & shared & set(serving)) / len(mine & set(serving))
+            each = _leaving_bytes(learns, spec)
+            if config.rollout.offload_trainers and not on_cpu and leaving and each:
+                yield f"{role} while the rollout works", int(here_of * leaving * each)
 
 
 def _host_bytes(learns: bool, spec: RoleSpec, on_cpu: bool) -> int:
@@ -170,6 +184,15 @@ def _host_bytes(learns: bool, spec: RoleSpec, on_cpu: bool) -> int:
     if on_cpu or spec.hybrid_engine.offload_parameters:
         return LEARNING_BYTES if learns else _DTYPE_BYTES[spec.dtype]
     return MOMENT_BYTES if learns and spec.hybrid_engine.offload_optimizer else 0
+
+
+def _leaving_bytes(learns: bool, spec: RoleSpec) -> int:
+    """Of a parameter, what is on a device between two steps."""
+    if spec.hybrid_engine.offload_parameters:
+        return 0
+    if not learns:
+        return _DTYPE_BYTES[spec.dtype]
+    return COPY_BYTES - (MOMENT_BYTES if spec.hybrid_engine.offload_optimizer else 0)
 
 
 def _is_built(role: str, config: PPOConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaConfig
 
-from tests.support.advice import job_of, models
+from tests.support.advice import job_of, models, shape
 from verl.advise import memory
 from verl.advise.adapters import held_adapters
 from verl.advise.budget import budgets
@@ -35,6 +35,14 @@ def test_llama_7b_has_as_many_as_peft_counts(llama_7b: ModelShape) -> None:
     some = held_adapters(llama_7b, split, 0, LoraConfig(rank=8, target_modules=["q_proj", "v_proj"]))
     assert some is not None and some.whole == 4_194_304
     assert held_adapters(llama_7b, split, 0, LoraConfig()) is None
+
+
+def test_experts_and_their_router_have_none() -> None:
+    """They are no linear layers of torch's, to which all-linear gives adapters."""
+    model = shape("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    held = held_adapters(model, model.split(role(), 1), 0, LORA)
+    queries, keys = 6 * 8, 2 * 8
+    assert held is not None and held.whole == 3 * 8 * (2 * (48 + queries) + 2 * (48 + keys))
 
 
 def test_tensor_parallelism_cuts_one_of_the_two(llama_7b: ModelShape) -> None:

@@ -73,7 +73,7 @@ def test_tokens_of_a_device():
     long = replace(config, actor=ActorConfig(ppo_mini_batch_size=8, max_tokens_per_micro_batch=100))
     assert tokens_of("actor", long, dp=2).micro_batch == 250  # raised to the longest sequence
     assert tokens_of("reference", config, dp=16).micro_batch == 1000  # 2 prompts x 2 x 250
-    assert replace(two, micro_batch=-(-two.micro_batch // 3)) == tokens_of("actor", config, dp=2, cp=3)
+    assert replace(two, micro_batch=-(-two.micro_batch // 3), cp=3) == tokens_of("actor", config, dp=2, cp=3)
 
 
 def test_a_device_that_is_too_small():
@@ -207,3 +207,63 @@ def test_what_cannot_be_split_has_no_budget():
     job = job_of("actor: {devices: [0-3], parallelism: {tensor_parallel_size: 4}}\nrollout: {devices: [0]}")
     report = examine(job, {"actor": shape()}, PPOConfig(), 80 * GIB, settings=False)
     assert len(report.problems) == 1 and report.budgets == ()
+
+
+# -- trainers that leave while the engine works ----------------------------------------------------------------------
+
+LEAVING = PPOConfig(rollout=RolloutConfig(offload_trainers=True))
+
+
+def test_where_trainers_leave_a_device_needs_the_larger_of_the_two():
+    _, [plain, _] = found(SHARED)
+    _, [leaving, beside] = found(SHARED, config=LEAVING)
+    assert not plain.leave and leaving.leave and beside.leave
+    assert plain.needs["rollout"] == leaving.needs["rollout"]
+    stays = sum(sum(need.stays.values()) for need in plain.needs.values())
+    engine = sum(plain.needs["rollout"].at_work.values())
+    assert leaving.beside("actor") == plain.beside("actor") == stays + 2 * PROCESS_BYTES
+    assert leaving.beside("rollout") == 2 * PROCESS_BYTES
+    trainers = max(leaving.beside(role) + sum(leaving.needs[role].at_work.values()) for role in ("actor", "reference"))
+    assert leaving.peak == max(trainers, 2 * PROCESS_BYTES + engine)
+    assert leaving.stays == plain.stays
+    for role in ("actor", "reference"):
+        assert sum(leaving.needs[role].on_host.values()) == sum(plain.needs[role].stays.values()) > 0
+    assert sum(size for _, size in leaving.terms()) == leaving.peak
+
+
+def test_where_no_device_is_shared_nobody_leaves():
+    _, found_budgets = found(SPLIT, config=LEAVING)
+    assert found_budgets == found(SPLIT)[1]
+
+
+def test_an_engine_that_works_alone_may_have_the_whole_device():
+    alone = {"actor": need(50, 5), "rollout": Need({}, {"weights": 10 * GIB, "KV cache": 60 * GIB})}
+    assert Budget((0,), alone, 2, shares=True).peak == 122 * GIB
+    leaving = Budget((0,), alone, 2, shares=True, leave=True)
+    assert (leaving.peak, leaving.worker) == (72 * GIB, "rollout")
+    assert dict(leaving.terms()) == {
+        "rollout weights": 10 * GIB,
+        "rollout KV cache": 60 * GIB,
+        "CUDA and NCCL": 2 * GIB,
+    }
+    of_torch = Budget((0,), {"actor": need(50, 5), "rollout": need(10, 20)}, 1, shares=False, leave=True)
+    assert (of_torch.peak, of_torch.worker, of_torch.stays) == (66 * GIB, "actor", 61 * GIB)
+
+
+def test_the_remedy_that_trainers_leave():
+    job = job_of(SHARED.replace("tensor_parallel_size: 2", "engine_kwargs: {kv_cache_memory_bytes: 1}"))
+    engine = Need({}, {"weights": 10 * GIB, "KV cache": 60 * GIB})
+    (message,) = fit.too_large(job, [Budget((0,), {"actor": need(50, 5), "rollout": engine}, 2, shares=True)], 80 * GIB)
+    assert message.endswith(
+        f"lower rollout.engine_kwargs.kv_cache_memory_bytes to {18 * GIB} (18 GiB) or less, or set "
+        "rollout.offload_trainers=true, so that 50.0 GiB of the others leave meanwhile"
+    )
+    whole = {"actor": need(70, 5), "rollout": Need({"weights": 0}, {"weights": 10 * GIB, "KV cache": 60 * GIB})}
+    (message,) = fit.too_large(job, [Budget((0,), whole, 2, shares=True)], 80 * GIB)
+    assert message.endswith("); set rollout.offload_trainers=true, so that 70.0 GiB of the others leave meanwhile")
+    assert list(fit.too_large(job, [Budget((0,), whole, 2, shares=True, leave=True)], 80 * GIB)) == []
+    job, unsized = found(SHARED)
+    full = [replace(unsized[0], needs={**unsized[0].needs, "actor": need(78)})]
+    (message,) = fit.unsized_cache(job, full, 80 * GIB)
+    assert "nothing is left for it; with rollout.offload_trainers=true " in message
+    assert message.endswith(f"{77 * GIB} (77 GiB) is the most that fits")

@@ -1,8 +1,11 @@
 """The terms of a role's memory: counted by hand, and held against what torch really keeps."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
+import peft
 import pytest
 import torch
 from hypothesis import given
@@ -11,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from tests.support.advice import shape
 from verl.advise import memory
-from verl.advise.activations import activations, layer_bytes, parts_under_way
+from verl.advise.activations import Activations, layer_bytes, parts_under_way
+from verl.advise.adapters import with_adapters
 from verl.advise.memory import PROCESS_BYTES, Tokens
 from verl.advise.model import ModelShape, shape_of
+from verl.config import LoraConfig
 from verl.mesh.spec import Device, HybridEngine, Parallelism, RoleSpec, RolloutSpec
 from verl.model.heads import Head
 
@@ -69,6 +74,26 @@ def test_what_is_offloaded_does_not_stay():
     assert "parameters" not in memory.frozen(model, model.split(away, 2), 0, 2, TOKENS, away, reshards=True).stays
 
 
+def test_what_is_offloaded_is_in_the_nodes_memory_and_so_is_a_copy_for_checkpoints():
+    model = shape()
+    split = model.split(role(2), 2)
+    shard = memory.held(model, split, 0).sharded
+
+    def on_host(copied: bool = False, **hybrid: bool) -> dict[str, int]:
+        spec = replace(role(2), hybrid_engine=HybridEngine(**hybrid))
+        return dict(memory.trained(model, split, 0, 2, TOKENS, spec, reshards=True, copied=copied).on_host)
+
+    assert on_host() == {}
+    assert on_host(copied=True) == {"checkpoint copy": 12 * shard}  # float32 weights and AdamW's two moments
+    assert on_host(offload_optimizer=True) == {"optimizer": 8 * shard}
+    both = on_host(copied=True, offload_parameters=True)
+    assert both == {
+        "checkpoint copy": 12 * shard, "parameters": 4 * shard, "optimizer": 8 * shard, "gradients": 4 * shard
+    }  # fmt: skip
+    away = replace(role(2), hybrid_engine=HybridEngine(offload_parameters=True))
+    assert memory.frozen(model, split, 0, 2, TOKENS, away, reshards=True).on_host == {"parameters": 2 * shard}
+
+
 def test_gradients_that_wait_for_their_micro_batches_are_whole():
     model, many = shape(), replace(TOKENS, accumulates=True)
     assert trained(model, role(4), many).at_work["gradients"] == 4 * model.num_elements
@@ -105,19 +130,28 @@ def test_the_shards_of_all_devices_are_the_model_at_least(dp: int, tp: int, pp: 
 # -- activations -----------------------------------------------------------------------------------------------------
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}
+
+
 def config_of(kind: str, num_layers: int) -> PretrainedConfig:
     return AutoConfig.for_model(
         kind, hidden_size=64, intermediate_size=176, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
-        num_hidden_layers=num_layers, vocab_size=100,
+        num_hidden_layers=num_layers, vocab_size=100, **(EXPERTS if kind == "qwen3_moe" else {}),
     )  # fmt: skip
 
 
-def kept_by_autograd(config: PretrainedConfig, attention: str, dtype: torch.dtype, packed: bool) -> int:
+def kept_by_autograd(
+    config: PretrainedConfig, attention: str, dtype: torch.dtype, packed: bool, adapted: Sequence[str] = ()
+) -> int:
     """Bytes of all storages that autograd saves in the forward pass of a decoder, without its parameters.
 
-    `packed`: the row has two sequences, so that there is a mask.
+    `packed`: the row has two sequences, so that there is a mask. `adapted`: modules with peft's adapters of rank 4, and
+    then these alone are trained.
     """
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    if adapted:
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=list(adapted))
+        model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False).base_model.model
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -147,6 +181,9 @@ def kept_by_autograd(config: PretrainedConfig, attention: str, dtype: torch.dtyp
         ("gemma2", "eager", True, torch.float32),
         ("gemma3_text", "flash_attention_2", False, torch.bfloat16),
         ("gemma3_text", "sdpa", True, torch.bfloat16),
+        ("qwen3_moe", "flash_attention_2", False, torch.bfloat16),
+        ("qwen3_moe", "flash_attention_2", False, torch.float32),
+        ("qwen3_moe", "eager", True, torch.bfloat16),
     ],
 )
 def test_a_layer_keeps_what_autograd_keeps(kind: str, attention: str, packed: bool, dtype: torch.dtype):
@@ -156,6 +193,36 @@ def test_a_layer_keeps_what_autograd_keeps(kind: str, attention: str, packed: bo
     tokens = replace(TOKENS, longest=128, attention=attention)
     reckoned = layer_bytes(shape_of(config_of(kind, 1), kind), dtype.itemsize, tokens)
     assert reckoned == pytest.approx((three - one) / 2 / 128, rel=0.02)
+
+
+ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "linear"),
+    [
+        ("llama", ["all-linear"], ATTENTION + MLP),
+        ("llama", ["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+        ("llama", ["down_proj"], ["down_proj"]),
+        ("qwen3_moe", ["all-linear"], ATTENTION),
+        ("qwen3_moe", ["o_proj"], ["o_proj"]),
+    ],
+)
+def test_a_layer_with_adapters_keeps_what_autograd_keeps(kind: str, targets: list[str], linear: list[str]):
+    """Not what other weights' gradients would be made of."""
+    three, one = (kept_by_autograd(config_of(kind, n), "sdpa", torch.bfloat16, False, linear) for n in (3, 1))
+    model = with_adapters(shape_of(config_of(kind, 1), kind), LoraConfig(rank=4, target_modules=targets))
+    assert layer_bytes(model, 2, replace(TOKENS, longest=128)) == pytest.approx((three - one) / 2 / 128, rel=0.03)
+
+
+@pytest.mark.parametrize(("kv_heads", "each"), [(4, 4), (2, 4), (1, 4)])
+def test_context_parallel_ranks_keep_attentions_output_twice_and_no_head_less_than_one(kv_heads: int, each: int):
+    """Of 4 ranks with 8 query heads each has 2, and at least one key head, of all of the time."""
+    model = shape(num_attention_heads=8, num_key_value_heads=kv_heads)
+    alone, four = (layer_bytes(model, 2, replace(TOKENS, cp=cp)) for cp in (1, 4))
+    assert four - alone == 2 * (8 * 8) + 2 * 2 * 8 * (each - kv_heads)
+    masked, shared = (layer_bytes(model, 2, replace(TOKENS, cp=cp, attention="sdpa")) for cp in (1, 4))
+    assert shared - masked == 2 * (8 * 8) + 3 * 2 * TOKENS.longest  # the mask is of all time on each
 
 
 def test_llama_7b_by_the_published_shape_of_a_layer():
@@ -170,7 +237,7 @@ def test_checkpointing_keeps_a_layers_input_alone():
     model = shape()
     split = model.split(role(), 1)
     everything, checkpointed, in_head = (
-        activations(model, 3, split, 0, 2, TOKENS, HybridEngine(activation_checkpointing=on), 1, in_head)
+        Activations(model, 3, split, 0, 2, TOKENS, HybridEngine(activation_checkpointing=on), 1).on_device(in_head)
         for on, in_head in ((False, False), (True, False), (True, True))
     )
     layer, inputs = 64 * layer_bytes(model, 2, TOKENS), 64 * 48 * 2
@@ -182,10 +249,8 @@ def test_checkpointing_keeps_a_layers_input_alone():
 
 def test_activations_on_the_host_leave_two_layers():
     model = shape()
-    part = memory.held(model, model.split(role(), 1), 0)
-    hybrid = HybridEngine(offload_activations=True)
-    on_device = activations(model, part.layers, model.split(role(), 1), 0, 2, TOKENS, hybrid, 1, in_head=True)
-    assert on_device == 3 * 64 * layer_bytes(model, 2, TOKENS)
+    kept = Activations(model, 3, model.split(role(), 1), 0, 2, TOKENS, HybridEngine(offload_activations=True), 1)
+    assert kept.on_device(in_head=True) == 3 * 64 * layer_bytes(model, 2, TOKENS) == kept.on_host()
 
 
 @pytest.mark.parametrize(("stage", "under_way"), [(0, 4), (1, 3), (2, 2), (3, 1)])
@@ -214,7 +279,7 @@ def test_a_stage_keeps_what_it_received_and_sent():
     model, many = shape(), replace(TOKENS, accumulates=True)
     split = model.split(role(3, pp=3), 1)
     first, middle, last = (
-        activations(model, 1, split, stage, 2, many, HybridEngine(), 1, in_head=True) for stage in range(3)
+        Activations(model, 1, split, stage, 2, many, HybridEngine(), 1).on_device(in_head=True) for stage in range(3)
     )
     layer, states, head = 64 * layer_bytes(model, 2, TOKENS), 64 * 48 * 2, 64 * 48 * (4 + 2 + 2)
     assert (first, middle, last) == (3 * (layer + states), 2 * (layer + 2 * states), layer + states + head)

@@ -152,6 +152,17 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (actor["stays"], actor["peak"]) == (stays, stays + at_work)
 
 
+def test_what_a_device_puts_into_its_nodes_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["mesh.yaml", "--config", "run.yaml", "trainer.async_save=true", "actor.ppo_mini_batch_size=4"]
+    _, out, _ = run(capsys, "check", *arguments, "--model", "model.json")
+    assert "in the node's memory checkpoint copy 0.0\n" in out
+    _, out, _ = run(capsys, "check", *arguments, "--model", "model.json", "--json")
+    actor, critic = (entry["roles"] for entry in json.loads(out)["memory"][:2])
+    for role in (actor["actor"], critic["critic"]):
+        assert role["on_host"] == {"checkpoint copy": sum(role["stays"].values())}  # 4 and 8 bytes a parameter
+    assert actor["reference"]["on_host"] == {}
+
+
 def test_json_of_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "mesh.yaml").write_text("actor: {devices: [0]}")
     code, out, err = run(capsys, "check", "mesh.yaml", "--json")

@@ -53,6 +53,19 @@ def test_values_and_gradients(chunk: int, softcap: float | None, temperature: fl
         torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("largest", [0.0, 3000.0, -3000.0])
+def test_a_sharp_distribution_keeps_its_entropy(largest: float) -> None:
+    """Far below the rounding of its logits, which are exact here."""
+    weight = (largest - 11.5 * torch.arange(VOCAB)[:, None]).requires_grad_()
+    hidden, targets = torch.ones(2, 1, requires_grad=True), torch.tensor([0, 1])
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    wanted = with_gradients(reference(*exact, targets, 1.0, None), *exact)
+    assert 0 < wanted[1][0] < 2e-4
+    outputs = with_gradients(token_logprobs(hidden, weight, targets, 1.0, 1), hidden, weight)
+    for one, other in zip(outputs[:2] + outputs[3:], wanted[:2] + wanted[3:], strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=3e-7)
+
+
 def test_without_tokens_there_are_no_outputs_and_the_gradient_is_zero() -> None:
     hidden, weight, targets = inputs(tokens=0)
     logprobs, entropy = token_logprobs(hidden, weight, targets, 1.0, 4)

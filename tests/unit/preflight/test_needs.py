@@ -86,6 +86,12 @@ def test_with_gpus_only_the_weights_under_way_are_in_the_nodes_memory() -> None:
     assert shortages(facts(replace(tight, left=400 * MIB)), PPOConfig(), mesh()) == []
 
 
+def test_weights_that_go_from_gpu_to_gpu_need_no_node_memory() -> None:
+    config = PPOConfig()
+    config.rollout.weight_transfer = "ipc"
+    assert shortages(facts(replace(ROOMY, limit=32 * GIB, left=300 * MIB)), config, mesh()) == []
+
+
 def test_a_bucket_is_as_large_as_the_setting_says() -> None:
     config = PPOConfig()
     config.rollout.reshard_bucket_mib = 1024
@@ -120,6 +126,40 @@ def test_what_is_offloaded_is_in_the_nodes_memory() -> None:
     node1, node2 = shortages(facts(replace(ROOMY, free=GIB)), PPOConfig(), away)
     assert node1.wanted == "22.4 GiB: actor 7.5 GiB, critic 14.9 GiB"
     assert node2.wanted == "9.3 GiB: actor 7.5 GiB, reference 1.9 GiB"
+
+
+def test_checkpoints_in_the_background_are_written_from_a_copy() -> None:
+    """12 bytes of each parameter that learns: of GPUs, too, and beside what is on the node already."""
+    config = PPOConfig()
+    config.trainer.async_save = True
+    node1, node2 = shortages(facts(replace(ROOMY, free=GIB)), config, mesh())
+    assert node1.wanted == "16.8 GiB: checkpoint copy of actor 5.6 GiB, checkpoint copy of critic 11.2 GiB"
+    assert node2.wanted == "6.0 GiB: checkpoint copy of actor 5.6 GiB, weights under way 381 MiB"
+
+
+def test_trainers_that_leave_shared_devices_are_in_the_nodes_memory_meanwhile() -> None:
+    """Of a billion parameters: 12 bytes of those that learn, 4 where the moments are there already, 2 of what is
+    frozen, on the two devices of the replica alone. On a CPU nothing moves."""
+    config = PPOConfig()
+    config.rollout.offload_trainers = True
+    shared = parse_value(
+        {
+            "actor": {"devices": ["node1:0-3"]},
+            "critic": {"devices": ["node1:0-1", "node2:0-1"], "hybrid_engine": {"offload_optimizer": True}},
+            "reference": {"devices": ["node1:0"], "hybrid_engine": {"offload_parameters": True}},
+            "reward": {"devices": ["node2:0"]},
+            "rollout": {"devices": ["node1:0-1", "node2:2-3"], "backend": "torch", "tensor_parallel_size": 2},
+        },
+        "test",
+    )
+    node1, node2 = shortages(facts(replace(ROOMY, free=GIB)), config, shared)
+    assert node1.wanted == (
+        "13.0 GiB: actor while the rollout works 5.6 GiB, critic 3.7 GiB, critic while the rollout works 1.9 GiB, "
+        "reference 1.9 GiB"
+    )
+    assert node2.wanted == "3.7 GiB: critic 3.7 GiB"
+    on_cpu = shortages(facts(replace(ROOMY, free=GIB), **ON_CPU), config, shared)
+    assert on_cpu and not any("while the rollout works" in problem.wanted for problem in on_cpu)
 
 
 def test_adapters_leave_the_model_frozen_and_need_no_reference() -> None:

@@ -28,7 +28,7 @@ with socket.create_server(("{address}", 5000)) as server:
 """
 CALL = """
 import socket
-with socket.create_connection((socket.gethostbyname("node1"), 5000), timeout=20) as connection:
+with socket.create_connection((socket.gethostbyname("node1"), 5000), timeout=100) as connection:
     connection.sendall(b"hello")
     print(connection.recv(100).decode(), flush=True)
 """
@@ -64,7 +64,7 @@ def test_they_speak_with_each_other_by_name(pair: list[Host]) -> None:
     assert server.stdout.readline() == "listening\n"
     assert node2.run(sys.executable, "-c", CALL) == "hello\n"
     assert server.stdout.readline() == f"{node2.address}\n"
-    assert server.wait(10) == 0
+    assert server.wait(100) == 0
     server.stdout.close()
 
 
@@ -74,7 +74,7 @@ def test_what_is_sent_after_the_cable_is_pulled_is_lost(pair: list[Host]) -> Non
 
     def end() -> str:
         calling = node2.start([sys.executable, "-c", code], stderr=subprocess.PIPE)
-        return calling.communicate(timeout=20)[1].strip().rpartition("\n")[2]
+        return calling.communicate(timeout=100)[1].strip().rpartition("\n")[2]
 
     assert end().startswith("ConnectionRefusedError")
     node2.link_down()
@@ -82,7 +82,7 @@ def test_what_is_sent_after_the_cable_is_pulled_is_lost(pair: list[Host]) -> Non
         assert end() == "TimeoutError: timed out"
     finally:
         node2.link_up()
-    wait_until(lambda: end().startswith("ConnectionRefusedError"), 10, lambda: "no link again")
+    wait_until(lambda: end().startswith("ConnectionRefusedError"), 100, lambda: "no link again")
 
 
 def test_a_signal_reaches_the_command_and_its_exit_code_comes_back(pair: list[Host]) -> None:
@@ -94,7 +94,7 @@ def test_a_signal_reaches_the_command_and_its_exit_code_comes_back(pair: list[Ho
     assert process.stdout is not None and process.stdout.readline() == "on\n"
     assert len(node1.processes()) == 1
     node1.signal(process, signal.SIGTERM)
-    assert process.wait(10) == 7
+    assert process.wait(100) == 7
     process.stdout.close()
     assert node1.processes() == []
 
@@ -116,7 +116,7 @@ def test_nothing_is_left_of_them(tmp_path: Path) -> None:
     with hosts(2, tmp_path) as (node1, node2):
         for host in (node1, node2):
             host.start(["sh", "-c", "setsid sleep 1000 & trap '' TERM INT HUP; sleep 1000"])
-        wait_until(lambda: all(len(host.processes()) == 3 for host in (node1, node2)), 10, lambda: "not started")
+        wait_until(lambda: all(len(host.processes()) == 3 for host in (node1, node2)), 100, lambda: "not started")
         there = [*node1.processes(), *node2.processes()]
         assert machine() == before
     assert not [process for process in there if process.is_running()]
@@ -143,5 +143,5 @@ def test_nothing_is_left_when_the_tests_are_killed(tmp_path: Path) -> None:
     tests.kill()
     tests.wait()
     tests.stdout.close()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 10, lambda: f"process {pid} is left")
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 100, lambda: f"process {pid} is left")
     assert machine() == before

@@ -157,7 +157,7 @@ def test_ranks_start_on_every_node_with_what_they_are_to_have(
         assert said["argv"] == ["--config", f"{folder}/run.yaml", "--device_mesh", f"{folder}/mesh.yaml", odd]
     assert {said["LOCAL_RANK"] for node, said in found.values() if node == "node1"} == {"0", "1"}
     assert "3 processes on 2 nodes (node1 (here): 2, node2: 1)" in launch.err
-    cluster.assert_nothing_left(10.0)
+    cluster.assert_nothing_left(END)
 
 
 def test_a_login_machine_starts_a_job_that_it_is_no_part_of(cluster: Cluster) -> None:
@@ -176,7 +176,7 @@ def test_a_signal_to_the_launcher_ends_the_job_on_every_node(cluster: Cluster, n
     assert sorted(line for line in launch.out.splitlines() if "told" in line) == [
         "node1 | told 0", "node1 | told 1", "node2 | told 2",
     ]  # fmt: skip
-    cluster.assert_nothing_left(10.0)
+    cluster.assert_nothing_left(END)
 
 
 def test_nothing_stays_where_the_launcher_is_killed(cluster: Cluster) -> None:
@@ -207,7 +207,7 @@ def test_nothing_stays_where_the_network_breaks(cluster: Cluster) -> None:
     assert launch.wait(SEVERED) == 1, launch.out + launch.err
     wait_until(lambda: not others(cluster.nodes[1]), SEVERED, lambda: str(others(cluster.nodes[1])))
     assert time.monotonic() - begin > 30.0, "a hitch of the network is none"
-    wait_until(lambda: not others(cluster.nodes[0]), 10.0, lambda: str(others(cluster.nodes[0])))
+    wait_until(lambda: not others(cluster.nodes[0]), END, lambda: str(others(cluster.nodes[0])))
 
 
 def test_nodes_that_cannot_be_reached_are_named_together_and_nothing_starts(cluster: Cluster) -> None:
@@ -222,7 +222,7 @@ def test_nodes_that_cannot_be_reached_are_named_together_and_nothing_starts(clus
     assert "add node9 to ~/.ssh/config" in launch.err
     assert "node2: ssh: connect to host node2 port 2222: Connection refused\n  sshd does not listen there" in launch.err
     assert "node1: " not in launch.err and "Traceback" not in launch.err and launch.out == ""
-    cluster.assert_nothing_left(10.0)
+    cluster.assert_nothing_left(END)
 
 
 def test_a_stranger_s_host_key_is_not_taken(cluster: Cluster) -> None:
@@ -239,7 +239,7 @@ def test_a_mistake_of_the_users_gives_2_and_its_message_alone(cluster: Cluster) 
     assert launch.wait(START + END) == 2
     assert "node2 | mesh.yaml:1: what is wrong; what to do" in launch.err
     assert "Traceback" not in launch.err
-    cluster.assert_nothing_left(10.0)
+    cluster.assert_nothing_left(END)
 
 
 def test_a_failure_gives_1_and_the_others_are_ended(cluster: Cluster) -> None:
@@ -247,7 +247,7 @@ def test_a_failure_gives_1_and_the_others_are_ended(cluster: Cluster) -> None:
     assert launch.wait(START + END) == 1
     assert "node2 | KeyError: 'a bug'" in launch.err
     assert "verl launch: node2 ended with code 1; node1 will be stopped" in launch.err
-    cluster.assert_nothing_left(10.0)
+    cluster.assert_nothing_left(END)
 
 
 @pytest.mark.slow
@@ -264,4 +264,4 @@ def test_training_on_two_nodes(cluster: Cluster) -> None:
     launch = cluster.start(folder, ["-m", "verl", "launch", *given, "--env", "OMP_NUM_THREADS=1"])
     assert launch.wait(START + TRAINING) == 0, launch.err
     assert [line["step"] for line in metrics(Path(config.trainer.run_dir)) if "actor/pg_loss" in line] == [1, 2]
-    cluster.assert_nothing_left(10.0)
+    cluster.assert_nothing_left(END)

@@ -144,6 +144,19 @@ def test_all_that_differs_between_the_nodes_is_in_one_table(cluster: Cluster) ->
         assert remedy in one
 
 
+def test_the_table_is_shown_once_where_the_output_of_all_nodes_is_together(cluster: Cluster) -> None:
+    """As under `verl launch` and in Slurm's log."""
+    command = cluster.command()
+    joint = {"VERL_JOINT_OUTPUT": "1"}
+    on_node2 = [*command, "actor.optim.lr=2e-6"]
+    with started(cluster.checkout, (cluster.node1, command, joint), (cluster.node2, on_node2, joint)) as parts:
+        codes = [part.wait(START) for part in parts]
+        said = "\n".join(own_words(part) for part in parts)
+    assert codes == [1, 1], said
+    assert said.count("These nodes cannot run this job together.") == 1
+    assert len([line for line in said.splitlines() if re.match(r"node2  1 +actor\.optim\.lr ", line)]) == 1, said
+
+
 @pytest.mark.slow
 def test_a_mistake_that_only_one_node_finds_ends_the_other_too(cluster: Cluster) -> None:
     """Before the ranks have met: this node's arguments cannot be read at all."""

@@ -25,6 +25,7 @@ _WITH_VALUE = (*_OWN, *CFG, "--package", "-p", "--config-dir", "-cd")
 _KNOWN = (*_WITH_VALUE, *HELP, *MULTIRUN, *SHOW, "--resolve", "--run", "-r")
 _REPLACED = ("--config-path", "-cp", "--config-name", "-cn")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
 _MESH = re.compile(r"\+{0,2}device_mesh=")
 _MESH_OVERRIDE = re.compile(r"\+{0,2}device_mesh\.")
 
@@ -61,7 +62,7 @@ def sort_arguments(argv: Sequence[str]) -> Arguments:
         name, equals, value = token.partition("=")
         if not token.startswith("-"):
             if not equals and not token.startswith("~"):
-                raise ConfigError(f"{COMMAND_LINE}: {token}: neither a flag nor setting=value")
+                raise ConfigError(f"{COMMAND_LINE}: {token}: neither a flag nor setting=value{_meant(token)}")
             overrides.append(token)
         elif name in _WITH_VALUE:
             if not equals and not rest:
@@ -91,6 +92,13 @@ def sort_arguments(argv: Sequence[str]) -> Arguments:
         config_dir=tuple(part for name in ("--config-dir", "-cd") if name in values for part in (name, values[name])),
         flags=tuple(flags),
     )
+
+
+def _meant(token: str) -> str:
+    """What to write for a word that stands alone, where that is clear."""
+    if token.endswith((".yaml", ".yml")):
+        return f"; write --config {token} for settings, --device_mesh {token} for a mesh"
+    return f"; write {token}=VALUE, without spaces" if _NAME.fullmatch(token) else ""
 
 
 def _remedy(name: str) -> str:

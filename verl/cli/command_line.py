@@ -37,6 +37,8 @@ from verl.cli.settings import fill, unknown
 from verl.cli.whole_lines import write_whole_lines
 from verl.config import PPOConfig, leaves
 from verl.errors import EXIT_CODE, ConfigError, SharedError, UserError
+from verl.flow.agent import agent_of_this_process
+from verl.launch.plan import JOINT_OUTPUT
 from verl.mesh.document import read
 from verl.mesh.resolve import collapse, refuse_one_process
 from verl.mesh.spec import MeshSpec
@@ -59,23 +61,31 @@ def run(train: Train, argv: Sequence[str]) -> int:
 
     A UserError is printed without a traceback, once on each node, and gives EXIT_CODE. Others come out as they are.
     """
+    agent_of_this_process()  # now, since torch takes long to import: an agent that ends meanwhile would not be seen
     write_whole_lines()
     try:
         _run(train, argv)
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # The node's first process is about to say the same, and torchrun ends all others as soon as one ends. Only
-            # what that one does not find out, such as a device that is missing here alone, is said by this one.
+        is_shared = isinstance(error, SharedError)
+        if os.environ.get("LOCAL_RANK", "0") != "0" or (is_shared and _is_told_by_another_node()):
+            # The first process of the node, or of the job, is about to say the same, and all others are ended as soon
+            # as one ends. Only what that one does not find out, such as a device that is missing here alone, is said
+            # by this one.
             time.sleep(OTHERS_WAIT_SECONDS)
-            if isinstance(error, SharedError):  # that one has it too; a busy torchrun may take longer than this wait
+            if is_shared:  # that one has it too; a busy torchrun may take longer than this wait
                 return EXIT_CODE
         print(error, file=sys.stderr, flush=True)
-        if not isinstance(error, SharedError) and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        if not is_shared and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
             from verl.flow.meeting import refuse  # imports torch, which --help need not wait for
 
             refuse(error.problems, os.environ)
         return EXIT_CODE
     return 0
+
+
+def _is_told_by_another_node() -> bool:
+    """What all nodes know is said on the first alone, where who started them shows the output of all in one place."""
+    return JOINT_OUTPUT in os.environ and os.environ.get("GROUP_RANK", "0") != "0"
 
 
 def load(argv: Sequence[str]) -> tuple[PPOConfig, MeshSpec]:
@@ -273,7 +283,10 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
-        raise ConfigError(f"{COMMAND_LINE}: {error.override}: {_first_line(error)}") from None
+        raise ConfigError(
+            f"{COMMAND_LINE}: {error.override}: {_first_line(error)}; close what is open, and quote the whole for the "
+            "shell where it holds brackets, spaces or quotation marks: 'name=[a, b]'"
+        ) from None
 
 
 def _places() -> Places:

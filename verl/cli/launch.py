@@ -31,7 +31,7 @@ _EPILOG = """\
 What stands behind -- goes to train_ppo.py on every node, which gets --config and --device_mesh too:
   verl launch --device_mesh configs/device_mesh/two_nodes_8.yaml -- actor.optim.lr=2e-6
 
-Exit code: 0 done, 1 failed, 2 your mistake (each node tells it), 128 + number after a signal here. Ctrl-C stops the job
+Exit code: 0 done, 1 failed, 2 your mistake (it says what to do), 128 + number after a signal here. Ctrl-C stops the job
 on all nodes, a second one kills it. docs/launch.md has the rest, and Slurm and Kubernetes.
 """
 

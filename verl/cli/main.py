@@ -29,6 +29,18 @@ COMMANDS: dict[str, ModuleType] = {
 }
 
 
+_EPILOG = """\
+in the order of a first run:
+  verl doctor --config my_run.yaml --device_mesh my_mesh.yaml      is this node fit for it?
+  verl mesh check my_mesh.yaml --config my_run.yaml                does it fit, and into the memory?
+  torchrun --standalone --nproc_per_node=8 train_ppo.py --config my_run.yaml --device_mesh my_mesh.yaml
+  verl launch --config my_run.yaml --device_mesh my_mesh.yaml      the same on all nodes of the mesh
+  verl export RUN_DIR/checkpoints/step_100 my_model                for transformers and vLLM
+
+train_ppo.py --help lists the settings; docs/ has the rest.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line (without the program's name; None: this process's) and returns the exit code."""
     try:
@@ -66,7 +78,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="verl", description="What is needed around train_ppo.py.", allow_abbrev=False)
+    parser = Parser(
+        prog="verl",
+        description="What is needed around train_ppo.py, which does the training itself.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"verl {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS.values():

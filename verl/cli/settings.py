@@ -66,7 +66,8 @@ def _fill(
                     raise ValidationError("OmegaConf would take every number but 0 for true")
                 section[key] = value
             except OmegaConfBaseException:
-                problems.append(places.tell(name, f"needs {_expected(hints[key])}, got {_show(value)}"))
+                remedy = f"; write [{shorten(value)}]" if hints[key] == list[str] and isinstance(value, str) else ""
+                problems.append(places.tell(name, f"needs {_expected(hints[key])}, got {_show(value)}{remedy}"))
 
 
 def _expected(hint: Any) -> str:

@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from verl.flow.ending import end_process
 from verl.flow.signs import NO_SIGN, Entry, Signs
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,6 @@ FOLLOW_SECONDS = 0.05
 """How often the main thread looks at a thread that it waits for."""
 LOOKS = 60
 """How often a watchdog looks at the ranks that it waits for while the limit passes."""
-EXIT_SECONDS = 10.0
-"""What the clean-up may take when the watchdog ends the process."""
 STORE_SECONDS = 15.0
 """How long a busy store may take to answer, however short the limit is."""
 REPORT_SECONDS = 3.0
@@ -182,18 +181,8 @@ class Board(Signs):
         try:
             raise StalledError("\n".join(lines))
         except StalledError as error:  # raised, since of what is recorded torchrun shows the traceback
-            sys.stderr.write(f"verl: {error}\n")
-            sys.stderr.flush()
-            get_error_handler().record_exception(error)
-        leave = partial(_leave, launcher_too=store is None)
-        by_force = threading.Timer(EXIT_SECONDS, leave)
-        by_force.daemon = True
-        by_force.start()
-        try:
-            for stop in self.on_stall:
-                stop()
-        finally:
-            leave()
+            record = partial(get_error_handler().record_exception, error)
+            end_process(str(error), [record, *self.on_stall], partial(_leave, launcher_too=store is None))
 
 
 def _leave(launcher_too: bool) -> NoReturn:

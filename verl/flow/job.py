@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from verl.flow.agent import AgentWatch, agent_of_this_process
 from verl.flow.board import Board
 from verl.flow.circle import Circle
 from verl.flow.exchange import Exchange
@@ -34,6 +35,7 @@ class Job:
     hand_over: Exchange
     timeout: timedelta
     """Of process groups: the backstop behind the watchdog."""
+    agent_watch: AgentWatch
 
     @property
     def is_main(self) -> bool:
@@ -62,6 +64,7 @@ class Job:
     def leave(self) -> None:
         """Frees the process group for another run of this process. Nobody may wait for this rank any more."""
         self.board.close()
+        self.agent_watch.close()
         dist.destroy_process_group()
 
 
@@ -75,6 +78,7 @@ def start_job(
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    agent_watch = AgentWatch(agent_of_this_process(), rank)
     connect = store_factory(rank, world)
     store = connect() if connect else dist.HashStore()
     nodes = admit(Meeting(rank, world, store))
@@ -83,8 +87,9 @@ def start_job(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     board = Board(rank, world, connect, stage_timeout, nodes)
+    agent_watch.stops = board.on_stall
     exchange = Exchange(rank, make_world_group("hand-over", timeout), board, check_program)
-    return Job(rank, world, local_rank, device, board, exchange, timeout)
+    return Job(rank, world, local_rank, device, board, exchange, timeout, agent_watch)
 
 
 def _device(local_rank: int) -> torch.device:

@@ -22,11 +22,12 @@ JOIN_SECONDS = 600.0
 """How long the store, and then a rank, may take to be there: nodes import torch from cold disks at different speeds."""
 LOOK_SECONDS = 0.1
 """How often a rank that waits looks whether another one has refused."""
-PART_SECONDS = 3.0
-"""How long rank 0 waits before it leaves."""
+PART_SECONDS = 10.0
+"""How long rank 0 waits before it leaves, where not all others have left."""
 REFUSAL_SECONDS = 5.0
 """How long a rank that leaves tries to reach the store, to say why."""
 _REFUSED = "meeting/refused"
+_END = "the end of the meeting"
 
 
 class AbsentError(RuntimeError):
@@ -59,10 +60,9 @@ class Meeting:
 
     def part(self) -> None:
         """Before all leave: rank 0, whose end may take the store away, waits a moment for the others to hear why."""
-        what = "the end of the meeting"
-        self.store.set(_key(what, self.rank), "")
+        self.store.set(_key(_END, self.rank), "")
         deadline = time.monotonic() + PART_SECONDS
-        while self.rank == 0 and self._absent(what, range(self.world)) and time.monotonic() < deadline:
+        while self.rank == 0 and self._absent(_END, range(self.world)) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
 
     def _absent(self, what: str, ranks: Sequence[int]) -> list[int]:
@@ -93,6 +93,7 @@ def refuse(problems: Sequence[str], environ: Mapping[str, str]) -> None:
     if int(environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in environ:
         try:
             store = join_store(environ, serve=False, timeout=REFUSAL_SECONDS)
+            store.set(_key(_END, int(environ.get("RANK", "0"))), "")
             store.set(_REFUSED, json.dumps([node_name(environ), list(problems)]))
         except (dist.DistNetworkError, dist.DistStoreError):
             pass  # the mistake itself is about to be printed, and is what counts

@@ -10,9 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from verl.launch.node import GRACE_SECONDS, GREETING, KILL_SECONDS, ORPHAN_SECONDS, STOP
+from verl.launch.node import GRACE_SECONDS, GREETING, ORPHAN_SECONDS, STOP
 from verl.launch.plan import NodePlan
 from verl.launch.streams import LineSplitter, Output
+from verl.processes import KILL_SECONDS
 
 END_SECONDS = GRACE_SECONDS + ORPHAN_SECONDS + KILL_SECONDS + 10.0
 """From the stop until a node that has not ended is given up; the last ten for what lies between."""

@@ -10,7 +10,6 @@ the job's, after a line GREETING for who waits for the connection. Exit code: th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -20,10 +19,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import psutil
-
 from verl.errors import EXIT_CODE
 from verl.launch.plan import Order
+from verl.processes import die_with, end_descendants, keep_orphans, reap_orphans
 
 GREETING = "verl launch: connected"
 STOP, KILL, ALIVE = b"stop\n", b"kill\n", b"\n"
@@ -34,11 +32,7 @@ GRACE_SECONDS = 40.0
 """From SIGTERM to SIGKILL. torchrun itself gives its ranks 30."""
 ORPHAN_SECONDS = 5.0
 """From SIGTERM to SIGKILL for what the job has left running."""
-KILL_SECONDS = 10.0
-"""For what was killed to be gone."""
 LOOK_SECONDS = 0.2
-
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> int:
@@ -65,19 +59,17 @@ def main() -> int:
     try:
         return keep(job, orders)
     finally:
-        end_descendants(patience=ORPHAN_SECONDS)
+        end_all(patience=ORPHAN_SECONDS)
 
 
 def start(order: Order) -> subprocess.Popen[bytes]:
     """The job, in a session of its own. It gets SIGTERM from the kernel should this process be killed."""
-    libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
+    parent = os.getpid()
 
     def before_exec() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is ignored here would stay ignored there
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGTERM)
+        die_with(parent, signal.SIGTERM)
 
     return subprocess.Popen(
         order.command,
@@ -154,56 +146,13 @@ def keep(job: subprocess.Popen[bytes], orders: Orders) -> int:
             job.terminate()
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
-            end_descendants(patience=0.0)
+            end_all(patience=0.0)
 
 
-def keep_orphans() -> None:
-    """Descendants whose parent ends become this process's children: so none can get away from it."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed: ranks could outlive the launch")
-
-
-def reap_orphans(job: int) -> None:
-    """Takes away the zombies among the children that others have left; the job's own end is its Popen's to see."""
-    while (ended := _ended_child()) is not None and ended != job:
-        os.waitpid(ended, 0)
-
-
-def _ended_child() -> int | None:
-    try:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return found.si_pid if found is not None else None
-
-
-def end_descendants(patience: float) -> None:
-    """SIGTERM to all of them, after `patience` seconds SIGKILL until none is left, those born meanwhile included."""
-    begin = time.monotonic()
-    told: set[psutil.Process] = set()  # a second SIGTERM would cut off what a process does about the first
-    while family := _descendants():
-        impatient = time.monotonic() >= begin + patience
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
-                if impatient:
-                    process.kill()
-                elif process not in told:
-                    process.terminate()
-        told.update(family)
-        if time.monotonic() > begin + patience + KILL_SECONDS:
-            say(f"verl launch: cannot be killed, a device or a file system may hang: {[p.pid for p in family]}")
-            return
-        time.sleep(0.05)
-
-
-def _descendants() -> list[psutil.Process]:
-    """Those that live. A zombie does not."""
-    living = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                living.append(process)
-    return living
+def end_all(patience: float) -> None:
+    """Ends what the job has left running, and tells what cannot be ended."""
+    if left := end_descendants(patience):
+        say(f"verl launch: cannot be killed, a device or a file system may hang: {left}")
 
 
 def say(line: str, fd: int = 2) -> None:

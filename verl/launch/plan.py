@@ -15,6 +15,9 @@ from verl.monitor.redact import redact, redact_argument
 FORWARDED = ("HF_", "NCCL_", "GLOO_", "CUDA_")
 """Variables whose names begin so are set on every node as they are where the launch was called."""
 
+JOINT_OUTPUT = "VERL_JOINT_OUTPUT"
+"""A variable that tells the ranks that the output of all nodes is shown together, so that one may speak for all."""
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Nodes import torch at different speeds, the first time from a cold disk: the first to look for the rendezvous waits
 # so many seconds until it is there (torch's own default is 60).
@@ -106,9 +109,10 @@ def plan_nodes(
     plans = []
     for node, count in counts.items():
         meeting = _meeting(job, addresses.get(first, first), addresses.get(node, node), len(counts), node == first)
-        named = {"VERL_NODE_NAME": node} if node else {}
+        told = {"VERL_NODE_NAME": node} if node else {}
+        told |= {JOINT_OUTPUT: "1"} if len(counts) > 1 else {}
         torchrun = [job.python, "-P", "-m", "verl.launch.torchrun", *meeting, f"--nproc_per_node={count}"]
-        order = Order((*torchrun, job.script, *job.arguments), {**job.environment, **named}, job.workdir)
+        order = Order((*torchrun, job.script, *job.arguments), {**job.environment, **told}, job.workdir)
         plans.append(NodePlan(node, is_here(node, own_names), count, order))
     return plans
 

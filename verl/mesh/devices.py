@@ -65,17 +65,8 @@ def _listed(node: Node, items: Sequence[Node], path: str, complain: Complain) ->
         whole = whole and bool(devices) and not twice
         first |= {device: position for device in devices if device not in first}
     if len({device.node is None for device in first}) == 2:
-        what = 'mixes an index alone with "node:index"; spell all devices one way'
-        complain(node, path, what + slice_hint(tuple(first)))
+        complain(node, path, 'mixes an index alone with "node:index"; spell all devices one way')
     return tuple(first) if whole else ()
-
-
-def slice_hint(devices: Sequence[Device]) -> str:
-    """What [0:4] is, which in Python would be a range."""
-    found = next((device for device in devices if device.node is not None and device.node.isdecimal()), None)
-    if found is None:
-        return ""
-    return f" ({found} is device {found.index} of a node {found.node}; a range is {found.node}-{found.index})"
 
 
 def _named_twice(item: Node, twice: Sequence[Device], first: Mapping[Device, int]) -> str:
@@ -119,12 +110,24 @@ def _wrong(text: str, match: re.Match[str] | None) -> str:
         return "is the whole job; write devices: all, without a list"
     if match is None:
         return f"is not a device; write {_FORMS}"
+    if match[1] is not None and match[1].isdecimal() and match[3] is None and int(match[1]) < int(match[2]):
+        return _no_slice(int(match[1]), int(match[2]))
     if match[1] is None and match[3] is None:
         return f"is text; write {int(match[2])} without quotes"
     if match[3] is not None and int(match[3]) < int(match[2]):
         node = f"{match[1]}:" if match[1] else ""
         return f"runs backwards; write {node}{match[3]}-{match[2]}, or list the devices one by one in that order"
     return ""
+
+
+def _no_slice(first: int, last: int) -> str:
+    """FIRST:LAST could be device LAST of a node that is called FIRST, but is more likely meant as in Python."""
+    python = f"{first}-{last - 1}" if last - 1 > first else str(first)
+    return (
+        f"is not read, since it could be a range or device {last} of a node {first}; write {python} for what it is in "
+        f"Python, {first}-{last} for a range with {last} in it, or call the node by a name with a letter "
+        "(VERL_NODE_NAME, or node0, node1, ...)"
+    )
 
 
 def _as_list(node: Node) -> str:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
 from verl.mesh.degrees import quotient, uneven_copies
-from verl.mesh.devices import is_all, read_devices, slice_hint
+from verl.mesh.devices import is_all, read_devices
 from verl.mesh.document import Node, shorten
 from verl.mesh.engine_kwargs import REPLICAS, read_engine_kwargs
 from verl.mesh.spec import ROLES, HybridEngine, Parallelism, RoleSpec, RolloutSpec
@@ -185,7 +185,6 @@ class _Reader:
             if plain != uniform[first]:
                 one, other = ("an index alone", '"node:index"') if plain else ('"node:index"', "an index alone")
                 what = f"{one}, where {first} has {other}; spell all devices one way"
-                what += slice_hint([*roles[first].devices, *roles[role].devices])
                 self.complain(nodes[role], f"{role}.devices", what)
 
     def one_name_a_node(self, roles: Mapping[str, RoleSpec], nodes: Mapping[str, Node]) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from verl.errors import UserError
+from verl.model.hub import hub_folder
 
 
 def local_folder(path: str, role: str, fetch: bool, of_model: bool = True) -> Path:
@@ -24,17 +25,10 @@ def local_folder(path: str, role: str, fetch: bool, of_model: bool = True) -> Pa
             f"{role}: no model folder at '{path}' (looked in {folder.absolute()}). Set the path to a Hugging Face "
             f"model folder or a hub id such as 'org/name'; `make demo` prepares a small one under outputs/demo/model."
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
-        return Path(snapshot_download(path, local_files_only=not fetch, allow_patterns=patterns))
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise UserError(
-            f"{role}: '{path}' is neither a folder here ({folder.absolute()}) nor to be had from the hub: "
-            f"{str(error).rstrip('.')}. Set the path to a model folder, or fetch the model on this node first."
-        ) from error
+        return hub_folder(path, ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"), fetch)
+    except UserError as error:
+        raise UserError(f"{role}: {error}") from error
 
 
 def architecture(folder: Path) -> str:

@@ -88,7 +88,7 @@ class RewardPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the workers that run now."""
+        """The processes that this one has started, each the guard of a worker that runs now."""
         with self._changed:
             return list(self._pids.values())
 

@@ -1,4 +1,7 @@
-"""One reward worker as its rank sees it: start it, have a sample scored within a limit, end it."""
+"""One reward worker as its rank sees it: start it, have a sample scored within a limit, end it.
+
+What the rank starts, waits for and ends is the worker's guard; it speaks with the worker itself.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from verl.rewards.guard import ORDER
 from verl.rewards.resolve import FunctionSpec
 from verl.rewards.worker import BOOTSTRAP, HEADER
 
@@ -26,9 +30,8 @@ LOOK_ROUND = 0.2
 REPLY_LIMIT = 16 << 20
 """Bytes of a reply; more is no reply of ours."""
 
-
 KILL_LIMIT = 10.0
-"""Seconds that a killed process is waited for."""
+"""Seconds that a process which ends is waited for."""
 
 
 class WorkerTimeout(Exception):
@@ -70,6 +73,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
+        """Of the worker's guard."""
         return self._process.pid
 
     def wait_ready(self, limit: float) -> None:
@@ -87,13 +91,20 @@ class WorkerProcess:
         return self._ask(pickle.dumps(arguments), limit)
 
     def has_exited(self) -> bool:
-        return self._exit_status() is not None
+        """Whether it has, while it was not asked for anything."""
+        return self._exit_status() is not None or self._has_hung_up()
 
     def kill(self) -> None:
         """Ends the worker and what its function started, at once."""
         self._connection.close()
         if self._process.returncode is not None:  # done before; the group's number may be another's by now
             return
+        deadline = time.monotonic() + KILL_LIMIT
+        if self._exit_status() is None:
+            os.kill(self.pid, ORDER)
+        while self._exit_status() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # A guard that hangs or was killed itself leaves the worker's group behind, whose number is no other's yet.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         try:
@@ -147,13 +158,13 @@ class WorkerProcess:
         """Why there is nothing more to wait for, if so."""
         if self._unwanted():
             return Unwanted()
-        if self.has_exited():  # its socket still open in a process that the function started
+        if self._exit_status() is not None:  # its socket still open in a process that the function started
             return WorkerDied(self._how_it_ended())
         return WorkerTimeout() if time.monotonic() >= deadline else None
 
     def _how_it_ended(self) -> str:
         """For messages. Its socket closes a moment before the process is gone, hence the wait."""
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + KILL_LIMIT
         while (status := self._exit_status()) is None:
             if time.monotonic() > deadline:
                 return "its worker closed the socket; did the function close it?"
@@ -162,6 +173,16 @@ class WorkerProcess:
             return f"its worker exited with code {status.si_status}"
         name = signal.Signals(status.si_status).name
         return f"its worker was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+    def _has_hung_up(self) -> bool:
+        """The worker has ended, and its guard is about to."""
+        self._connection.setblocking(False)
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
 
     def _exit_status(self) -> os.waitid_result | None:
         """None while it runs. Leaves it unreaped: so its process group's number is no other's when `kill` uses it."""

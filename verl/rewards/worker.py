@@ -1,12 +1,12 @@
 """A reward worker: a process that imports the reward function once and then scores one sample after another.
 
+It is the child of a guard, which ends with it and with its rank, and takes along what the function has started.
 It speaks with its rank over a socket: a length and that many bytes. What comes in is pickled (the rank made it), what
 goes out is JSON, since the function is the user's. The function's own output goes to the standard error stream.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import math
@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from verl.rewards.guard import guarded
 from verl.rewards.resolve import FunctionSpec, resolve
 
 BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verl.rewards.worker import main; main()"
@@ -31,8 +32,6 @@ HEADER = struct.Struct("!Q")
 TRACEBACK_LIMIT = 20_000
 """Characters of a traceback that are sent; its end is kept."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 def send(connection: socket.socket, payload: bytes) -> None:
     connection.sendall(HEADER.pack(len(payload)))
@@ -41,7 +40,7 @@ def send(connection: socket.socket, payload: bytes) -> None:
 
 def main() -> None:
     """Runs a worker until the rank closes the socket. Its arguments are in `sys.argv`, see `BOOTSTRAP`."""
-    _die_with(parent=int(sys.argv[3]))
+    guarded(rank=int(sys.argv[3]), connection=int(sys.argv[2]))
     _ignore_signals()
     faulthandler.enable()
     _free_stdout()
@@ -59,14 +58,6 @@ def main() -> None:
     send(connection, json.dumps({"ready": True}).encode())
     while (payload := _receive(connection)) is not None:
         send(connection, json.dumps(_score(function, pickle.loads(payload))).encode())
-
-
-def _die_with(parent: int) -> None:
-    """SIGKILL for this process as soon as the thread that started it ends, by whatever cause."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(0)
 
 
 def _ignore_signals() -> None:

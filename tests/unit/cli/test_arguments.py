@@ -58,7 +58,16 @@ def test_a_value_with_an_equals_sign_or_a_dash():
         (["--nope"], "command line: --nope: unknown flag; train_ppo.py --help lists all"),
         (["--config"], "command line: --config: needs a value"),
         (["a=1", "--cfg"], "command line: --cfg: needs a value"),
-        (["x.yaml"], "command line: x.yaml: neither a flag nor setting=value"),
+        (
+            ["x.yaml"],
+            "command line: x.yaml: neither a flag nor setting=value; write --config x.yaml for settings, "
+            "--device_mesh x.yaml for a mesh",
+        ),
+        (
+            ["actor.optim.lr", "1e-6"],
+            "command line: actor.optim.lr: neither a flag nor setting=value; write actor.optim.lr=VALUE, without "
+            "spaces",
+        ),
         ([""], "command line: : neither a flag nor setting=value"),
         (["--config-name", "x"], "command line: --config-name: not used here; give the file's path with --config FILE"),
         (

@@ -150,7 +150,7 @@ rolout: {n: 3}
 """,
     )
     assert mistakes("--config", config_file, "trainer.total_epochs=1.5", "+extra=1", "critic.path=[a]") == [
-        'mine.yaml:5: data.train_files: needs a list, for example [a, b], got "train.parquet"',
+        'mine.yaml:5: data.train_files: needs a list, for example [a, b], got "train.parquet"; write [train.parquet]',
         "mine.yaml:6: data.train_bach_size: unknown setting; did you mean data.train_batch_size?",
         'mine.yaml:7: actor.clip_ratio: needs a number, got "high"',
         "mine.yaml:7: actor.use_kl_loss: needs true or false, got 2",
@@ -188,7 +188,11 @@ def test_a_file_in_a_group_without_a_package_header_is_still_found():
             "model.path.x=3",
             "command line: model.path.x: unknown setting; did you mean model.path, reward.model.path?",
         ),
-        ("actor.clip_ratio=[", "command line: actor.clip_ratio=[: no viable alternative at input '['"),
+        (
+            "actor.clip_ratio=[",
+            "command line: actor.clip_ratio=[: no viable alternative at input '['; close what is open, and quote the "
+            "whole for the shell where it holds brackets, spaces or quotation marks: 'name=[a, b]'",
+        ),
         ("model.path=${nope}", "command line: model.path: Interpolation key 'nope' not found"),
         (
             "model.path=${oc.env:NOPE}",
@@ -396,6 +400,26 @@ def test_a_further_process_of_a_node_never_says_what_all_of_them_have(
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert command_line.run(train, []) == 2
         assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(("joint", "group_rank", "says"), [("", "1", True), ("1", "0", True), ("1", "1", False)])
+def test_where_the_output_of_all_nodes_is_shown_together_one_node_says_what_all_have(
+    joint: str, group_rank: str, says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def shared(config: PPOConfig, mesh: MeshSpec) -> None:
+        raise SharedError("one table")
+
+    def own(config: PPOConfig, mesh: MeshSpec) -> None:
+        raise UserError("here alone")
+
+    monkeypatch.setattr(command_line, "OTHERS_WAIT_SECONDS", 0.0)
+    monkeypatch.setenv("GROUP_RANK", group_rank)
+    if joint:
+        monkeypatch.setenv("VERL_JOINT_OUTPUT", joint)
+    assert command_line.run(shared, []) == 2
+    assert capsys.readouterr() == ("", "one table\n" if says else "")
+    assert command_line.run(own, []) == 2
+    assert capsys.readouterr() == ("", "here alone\n")
 
 
 def test_multirun_gives_each_job_a_folder_of_its_own(

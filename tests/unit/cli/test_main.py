@@ -74,7 +74,7 @@ def test_python_m_verl_is_the_same_and_does_not_wait_for_torch() -> None:
         "try: runpy.run_module('verl', run_name='__main__')\n"
         "finally: print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert (done.returncode, done.stdout.split("\n")[:2]) == (0, [f"verl {__version__}", "False"]), done.stderr
 
 
@@ -85,6 +85,6 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     )
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, cwd=ROOT, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, cwd=ROOT, timeout=300)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")

@@ -49,7 +49,7 @@ def start(*command: object, cwd: Path, **environ: str) -> subprocess.CompletedPr
         env=outer | environ,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         check=False,
     )
 

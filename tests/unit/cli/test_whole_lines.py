@@ -15,7 +15,7 @@ def writes(code: str) -> list[bytes]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with ours:
         with theirs:
-            subprocess.run([sys.executable, "-u", "-c", code], stdout=theirs, stderr=theirs, timeout=60)
+            subprocess.run([sys.executable, "-u", "-c", code], stdout=theirs, stderr=theirs, timeout=300)
         ours.setblocking(False)
         found = []
         while True:

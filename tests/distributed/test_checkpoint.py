@@ -18,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from scripts.make_tiny_model import make_tiny_model
-from tests.support.engines import Layout, assert_equal, learnt, make_engines, merged, placed, train
+from tests.support.engines import Layout, actor_and_critic, assert_equal, learnt, make_engines, merged, placed, train
 from tests.support.ranks import RankFailed, run_ranks
+from tests.support.stalls import announce_hang, watch_for_hangs_alone
 from verl.engine import checkpoint as checkpoint_module
 from verl.engine.checkpoint import Checkpoints
 from verl.errors import SharedError, UserError
@@ -67,12 +68,7 @@ LAYOUTS: dict[str, tuple[int, Layout]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Small, so that some parameters have fewer rows than there are ranks: the value head has one."""
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        "actor": make_tiny_model(folder / "tied", num_layers=2, tied=True),
-        "critic": make_tiny_model(folder / "untied", "qwen3", num_layers=2, seed=1),
-    }
+    return actor_and_critic(tmp_path_factory.mktemp("models"))
 
 
 @dataclass
@@ -85,7 +81,7 @@ class Saved:
 
 
 def save_and_go_on(world: int, layout: Layout, models: dict[str, Path], run_dir: Path) -> tuple[Learnt, Learnt]:
-    job = start_job(stage_timeout=30, check_program=True)
+    job = start_job(stage_timeout=300, check_program=True)
     engines = make_engines(job, layout, models)
     train(engines, 2)
     state = {"step": 7, "kl_coef": 0.25, "position": [3, 4], "said_by": job.rank}
@@ -115,7 +111,7 @@ class Loaded:
 
 
 def load_and_go_on(layout: Layout, models: dict[str, Path], run_dir: Path, num_steps: int) -> Loaded:
-    job = start_job(stage_timeout=30, check_program=True)
+    job = start_job(stage_timeout=300, check_program=True)
     engines = make_engines(job, layout, models)
     checkpoints = Checkpoints(run_dir, 2, job)
     found = checkpoints.latest()
@@ -214,7 +210,7 @@ def test_a_deeper_or_shallower_model_is_refused(
 
 
 def save_steps(layout: Layout, models: dict[str, Path], run_dir: Path, keep: int, steps: list[int]) -> None:
-    job = start_job(stage_timeout=30, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     engines = make_engines(job, layout, models)
     for step in steps:
         Checkpoints(run_dir, keep, job).save(step, engines, {"step": step}, {})
@@ -265,7 +261,7 @@ def look(run_dir: Path) -> tuple[int | None, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("verl").addHandler(handler)
-    job = start_job(stage_timeout=30, check_program=True)
+    job = start_job(stage_timeout=300, check_program=True)
     checkpoints = Checkpoints(run_dir, 2, job)
     checkpoints.prepare()
     found = checkpoints.latest()
@@ -294,7 +290,7 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 def fail_in_the_middle(how: str, models: dict[str, Path], run_dir: Path) -> None:
     """Rank 1 ends after the actor's part of the second checkpoint is written and before the critic's."""
-    job = start_job(stage_timeout=30, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     engines = make_engines(job, TWO, models)
     checkpoints = Checkpoints(run_dir, 2, job)
     checkpoints.save(1, engines, {}, {})
@@ -327,7 +323,7 @@ def test_a_save_that_did_not_end_is_never_seen(how: str, models: dict[str, Path]
 
 def save_on_a_full_disk(models: dict[str, Path], run_dir: Path) -> str:
     """Rank 1's."""
-    job = start_job(stage_timeout=30, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     engines = make_engines(job, TWO, models)
     if job.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
@@ -345,12 +341,18 @@ def test_a_full_disk_is_said_on_every_rank_with_file_and_remedy(models: dict[str
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".step_1.part"]
 
 
+def never_ends() -> None:
+    announce_hang(1)
+    time.sleep(1000)
+
+
 def hang_in_the_middle(models: dict[str, Path], run_dir: Path) -> None:
     """Rank 1's disk never answers."""
+    watch_for_hangs_alone()
     job = start_job(stage_timeout=2, check_program=False)
     engines = make_engines(job, {"actor": (0, 1)}, models)
     if job.rank == 1:
-        dcp.FileSystemWriter.write_data = lambda *_: time.sleep(60)  # type: ignore[assignment]
+        dcp.FileSystemWriter.write_data = lambda *_: never_ends()  # type: ignore[assignment]
     Checkpoints(run_dir, 2, job).save(1, engines, {}, {})
 
 
@@ -358,7 +360,7 @@ def test_a_disk_that_hangs_ends_the_job_and_its_rank_is_named(
     models: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RankFailed):
-        run_ranks(2, hang_in_the_middle, models, tmp_path, timeout=20)
+        run_ranks(2, hang_in_the_middle, models, tmp_path, grace=0.0)
     said = capfd.readouterr().err
     assert "rank 1 has shown no sign of life" in said
     assert "rank 0 has shown no sign of life" not in said
@@ -396,7 +398,7 @@ def test_broken_ones_do_not_count(models: dict[str, Path], tmp_path: Path) -> No
 
 
 def on_folders_of_their_own(run_dir: Path) -> str:
-    job = start_job(stage_timeout=30, check_program=True)
+    job = start_job(stage_timeout=300, check_program=True)
     try:
         Checkpoints(run_dir / f"node{job.rank // 2}", 2, job).prepare()
     except UserError as error:
@@ -411,7 +413,7 @@ def test_nodes_that_do_not_share_the_folder_are_named_before_anything_is_loaded(
 
 
 def open_at(folder: Path) -> str:
-    job = start_job(stage_timeout=30, check_program=True)
+    job = start_job(stage_timeout=300, check_program=True)
     try:
         found = Checkpoints(folder.parent.parent, 2, job).at(folder)
     except UserError as error:

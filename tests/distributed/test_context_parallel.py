@@ -33,7 +33,7 @@ def on_ranks(place: Placement, work: Callable[..., Any], *arguments: Any) -> lis
 
 
 def _on_rank(place: Placement, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    job = start_job(stage_timeout=30, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     result = work(make_groups([place], job.rank, "cpu", job.timeout)["actor"], *arguments)
     job.close()
     return result
@@ -214,7 +214,7 @@ def test_two_steps_on_two_copies_are_those_of_a_plain_loop(tmp_path: Path) -> No
     """Each data-parallel index has a copy of the model, which the ranks that share its rows have among them."""
     models = make_models(tmp_path, ["llama", "qwen3", "tied"])
     place = Placement("actor", (2, 0, 3, 1), cp=2, fsdp_size=2)
-    ranks = run_ranks(4, train_on_ranks, place, STEPS, models, timeout=120.0)
+    ranks = run_ranks(4, train_on_ranks, place, STEPS, models)
     for name, case in STEPS.items():
         steps = {rank: results[name] for rank, results in enumerate(ranks)}
         assert_same_steps(place, steps, case.plainly(models[case.model]))

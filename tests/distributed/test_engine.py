@@ -90,7 +90,7 @@ def test_the_reference_learns_and_clips(plain: Callable[[str], Steps]) -> None:
 
 def train_in_bfloat16(models: dict[str, Path]) -> tuple[dict[str, Tensor], dict[str, Tensor], set[torch.dtype]]:
     """The gradient of a step of rate 1e-5 without clipping, what the step changed, the dtypes of what is kept."""
-    job = start_job(stage_timeout=60, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     case, place = CASES["actor"], Placement("actor", (0, 1))
     groups = make_groups([place], job.rank, "cpu", job.timeout)["actor"]
     engine, part = make_engine(job, groups, case, models["llama"], torch.bfloat16), Rank(case, place, job.rank, groups)
@@ -135,7 +135,7 @@ def test_bfloat16_computes_on_float32_masters(models: dict[str, Path], plain: Ca
 
 def meet_a_nan(models: dict[str, Path]) -> tuple[list[float], bool, bool, int]:
     """(norms of two steps, the first of which is bad on rank 1 alone; nothing changed then; something did; steps)"""
-    job = start_job(stage_timeout=60, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     case, place = CASES["actor"], Placement("actor", (0, 1))
     groups = make_groups([place], job.rank, "cpu", job.timeout)["actor"]
     engine, part = make_engine(job, groups, case, models["llama"]), Rank(case, place, job.rank, groups)

@@ -57,7 +57,7 @@ def train_and_export(
     layout: Layout, models: dict[str, Path], folder: Path
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """By role: what this rank's stage has learnt; what the engine says, where the head is."""
-    job = start_job(stage_timeout=30, check_program=True)
+    job = start_job(stage_timeout=300, check_program=True)
     engines = make_engines(job, layout, models)
     train(engines, 2)
     Checkpoints(folder, 2, job).save(3, engines, {}, {})

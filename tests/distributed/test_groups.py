@@ -22,7 +22,7 @@ PLACES = [
 
 def places_in_groups() -> dict[str, tuple[tuple[int, ...], dict[str, list[int]]]]:
     """By role: this rank's coordinate in its mesh, and the ranks of each of its groups in the group's order."""
-    job = start_job(stage_timeout=20, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     groups = make_groups(PLACES, job.rank, "cpu", job.timeout)
     said = {}
     for role, mine in groups.items():

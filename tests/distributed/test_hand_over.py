@@ -100,7 +100,7 @@ def step(job: Job, at: dict[str, Placement]) -> None:
 
 
 def program(name: str) -> list[list[bytes] | None]:
-    job = start_job(stage_timeout=20, check_program=True)
+    job = start_job(stage_timeout=300, check_program=True)
     reports = []
     for number in range(3):
         step(job, places(name))
@@ -119,7 +119,7 @@ def test_every_role_reads_its_own_rows(name: str) -> None:
 
 
 def unread(elements: int) -> float:
-    job = start_job(stage_timeout=20, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     src, dst = Placement("actor", (0,)), Placement("critic", (1,))
     rows = Rows.ragged([[1] * elements] * 4, torch.int64) if job.rank == 0 else None
     column = Column.produced("scores", 4, src, job.rank, rows)
@@ -133,11 +133,11 @@ def unread(elements: int) -> float:
 
 @pytest.mark.parametrize("elements", [1, 300_000])
 def test_rows_that_nobody_reads_hold_nobody(elements: int) -> None:
-    assert max(run_ranks(2, unread, elements)) < 10
+    assert max(run_ranks(2, unread, elements)) < 100
 
 
 def one_column_under_two_names() -> list[list[float]]:
-    job = start_job(stage_timeout=20, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     src, dst = Placement("actor", (0,)), Placement("critic", (1,))
     rows = Rows.scalars([3.0, 4.0], torch.float32) if job.rank == 0 else None
     column = Column.produced("scores", 2, src, job.rank, rows)
@@ -153,7 +153,7 @@ def test_one_column_arrives_under_each_of_its_names() -> None:
 
 
 def absent() -> list[str]:
-    job = start_job(stage_timeout=20, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     place = Placement("actor", (0,))
     column = Column.produced(
         "scores", 1, place, job.rank, Rows.scalars([1.0], torch.float32) if job.rank == 0 else None
@@ -175,7 +175,7 @@ def test_asking_a_column_that_lives_elsewhere_says_where_it_lives() -> None:
 
 
 def different_programs() -> None:
-    job = start_job(stage_timeout=20, check_program=True)
+    job = start_job(stage_timeout=300, check_program=True)
     place = Placement("actor", (0, 1))
     column = Column.produced("scores", 2, place, job.rank, Rows.scalars([1.0], torch.float32))
     if job.rank == 1:

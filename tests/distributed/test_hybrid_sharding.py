@@ -17,7 +17,7 @@ from verl.flow.job import start_job
 from verl.flow.placement import Placement, make_groups
 from verl.model.heads import Head
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 CASES = {
     "actor": Case(),
@@ -52,7 +52,7 @@ def train_on_places(
     places: Mapping[str, Placement], cases: Mapping[str, Sequence[str]], models: Mapping[str, Path]
 ) -> dict[tuple[str, str], Steps]:
     """All in one job."""
-    job = start_job(stage_timeout=60, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     named = [replace(place, role=name) for name, place in places.items()]
     groups = make_groups(named, job.rank, "cpu", job.timeout)
     results = {
@@ -66,7 +66,7 @@ def train_on_places(
 
 @pytest.fixture(scope="module")
 def on_four(models: dict[str, Path]) -> list[dict[tuple[str, str], Steps]]:
-    return run_ranks(4, train_on_places, PLACES, DONE, models, timeout=200)
+    return run_ranks(4, train_on_places, PLACES, DONE, models)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def assert_copies_are_the_same_bits(ranks: Mapping[int, Steps]) -> None:
 @pytest.mark.slow
 def test_copies_shards_and_tensor_parallel_ranks(models: dict[str, Path], plain: Callable[[str], Steps]) -> None:
     cases = ["actor", "critic, gathered twice"]
-    found = run_ranks(8, train_on_places, {"eight": EIGHT}, {"eight": cases}, models, timeout=300)
+    found = run_ranks(8, train_on_places, {"eight": EIGHT}, {"eight": cases}, models)
     for case in cases:
         ranks = {rank: results["eight", case] for rank, results in enumerate(found)}
         assert_same_steps(EIGHT, ranks, plain(case))

@@ -59,7 +59,7 @@ def test_a_rank_takes_little_more_than_its_shards(models: tuple[Path, Path], lay
 
 
 def load_on_rank(place: Placement, trained: bool, tiny: Path, large: Path) -> Growth:
-    job = start_job(stage_timeout=30, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     groups = make_groups([place], job.rank, "cpu", job.timeout)["actor"]
     load(tiny, trained, groups, job)  # libraries, and the code that they map
     gc.collect()

@@ -69,7 +69,7 @@ def plain(models: dict[str, Path]) -> Callable[[str], Steps]:
 def test_adapters_learn_what_pefts_do(place: Placement, models: dict[str, Path], plain: Callable[[str], Steps]) -> None:
     names = [*CASES] if len(place.ranks) < 4 else ["all linear layers", "a critic"]  # many ranks share few cores
     cases = {name: CASES[name] for name in names}
-    results = run_ranks(len(place.ranks), train_on_ranks, place, cases, models, timeout=110)
+    results = run_ranks(len(place.ranks), train_on_ranks, place, cases, models)
     for name in names:
         assert_same_steps(place, {rank: results[rank][name] for rank in place.ranks}, plain(name))
 
@@ -97,7 +97,7 @@ class Trained:
 
 
 def train_and_save(place: Placement, case: Case, folder: Path, out: Path) -> Trained:
-    job = start_job(stage_timeout=60, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     groups = make_groups([place], job.rank, "cpu", job.timeout)["actor"]
     engine, part = make_engine(job, groups, case, folder), Rank(case, place, job.rank, groups)
     for batch in part.mini_batches:
@@ -133,9 +133,7 @@ class Saved:
 def saved(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Saved:
     case, place, out = CASES[request.param[0]], PLACES[request.param[1]], tmp_path_factory.mktemp("run")
     base = models[case.model]
-    return Saved(
-        case, base, out, place, run_ranks(len(place.ranks), train_and_save, place, case, base, out, timeout=110)
-    )
+    return Saved(case, base, out, place, run_ranks(len(place.ranks), train_and_save, place, case, base, out))
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -219,7 +217,7 @@ def test_a_model_that_has_moved_is_named_again(
 
 
 def go_on(place: Placement, case: Case, folder: Path, out: Path) -> tuple[str, bool]:
-    job = start_job(stage_timeout=60, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     groups = make_groups([place], job.rank, "cpu", job.timeout)["actor"]
     engine, checkpoints = make_engine(job, groups, case, folder), Checkpoints(out, 1, job)
     found = checkpoints.latest()

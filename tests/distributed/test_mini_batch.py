@@ -21,7 +21,7 @@ LAYOUTS = {"one": (1, (0,)), "two": (2, (1, 0)), "three": (3, (0, 1, 2))}
 
 def on_ranks(ranks: tuple[int, ...]) -> dict[LossAggregation, list[tuple[list[int], list[float]]]]:
     """By mode: this rank's rows and token weights of both mini-batches."""
-    job = start_job(stage_timeout=20, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     place = Placement("actor", ranks)
     group = make_groups([place], job.rank, "cpu", job.timeout)["actor"].rows
     rows = place.inputs.rows(job.rank, len(LENGTHS))

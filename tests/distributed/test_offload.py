@@ -22,7 +22,7 @@ from verl.flow.placement import Placement, make_groups
 from verl.model.heads import Head
 from verl.model.load import local_tensor
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 CASES = {
     "actor": Case(),
@@ -49,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def train_with_all(models: Mapping[str, Path]) -> dict[tuple[str, str], dict[tuple[str, ...], Steps]]:
     """By place and case: the steps without offloading, (), and with each."""
-    job = start_job(stage_timeout=60, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     groups = make_groups([replace(p, role=name) for name, (p, _) in PLACES.items()], job.rank, "cpu", job.timeout)
     results: dict[tuple[str, str], dict[tuple[str, ...], Steps]] = {}
     for name, (place, cases) in PLACES.items():
@@ -66,7 +66,7 @@ def train_with_all(models: Mapping[str, Path]) -> dict[tuple[str, str], dict[tup
 
 @pytest.fixture(scope="module")
 def results(models: dict[str, Path]) -> list[dict[tuple[str, str], dict[tuple[str, ...], Steps]]]:
-    return run_ranks(2, train_with_all, models, timeout=200)
+    return run_ranks(2, train_with_all, models)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_two_steps_are_the_same_bits(
 
 def saved_by_autograd(model: Path, tp: int) -> tuple[list[tuple[bool, bool]], int]:
     """Of a training step: for each saved tensor (whether it is a weight, whether it stayed), and how many copies."""
-    job = start_job(stage_timeout=60, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     place = Placement("actor", (0, 1), tp=tp)
     groups = make_groups([place], job.rank, "cpu", job.timeout)["actor"]
     case = Case(max_tokens=30, reshard=True, offload=("activations",))
@@ -135,7 +135,7 @@ LAYOUT: Layout = {"actor": (0, 1), "critic": Placement("critic", (1, 0), fsdp_si
 
 def save_and_load(models: dict[str, Path], run_dir: Path) -> None:
     """Two steps, saved, and two more: without offloading, and again with it, each from what the other has saved."""
-    job = start_job(stage_timeout=30, check_program=True)
+    job = start_job(stage_timeout=300, check_program=True)
     away = {"offload_parameters": True}, {"offload_optimizer": True}
     first = make_engines(job, LAYOUT, models)
     train(first, 2)
@@ -162,7 +162,7 @@ def save_and_load(models: dict[str, Path], run_dir: Path) -> None:
 
 def test_checkpoints_and_exports_do_not_show_where_the_state_was(tmp_path: Path) -> None:
     models = {role: make_tiny_model(tmp_path / role, num_layers=1, tied=True) for role in ("actor", "critic")}
-    run_ranks(2, save_and_load, models, tmp_path, timeout=200)
+    run_ranks(2, save_and_load, models, tmp_path)
     whole = (tmp_path / "hf plain" / "model.safetensors").read_bytes()
     assert (tmp_path / "hf 0" / "model.safetensors").read_bytes() == whole
     assert (tmp_path / "hf 1" / "model.safetensors").read_bytes() == whole

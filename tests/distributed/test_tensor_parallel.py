@@ -44,7 +44,7 @@ def on_mesh(tp: int, world: int, work: Callable[..., Any], *arguments: Any) -> l
 
 
 def _on_mesh(tp: int, world: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    job = start_job(stage_timeout=30, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     groups = make_groups([Placement("actor", tuple(range(world)), tp)], job.rank, "cpu", job.timeout)["actor"]
     result = work(groups, *arguments)
     job.close()

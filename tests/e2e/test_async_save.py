@@ -8,7 +8,6 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from verl.config import PPOConfig
 from verl.engine import shards
 from verl.train import train
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 RANKS, DEVICES = MESHES["colocated"]
 NUM_STEPS = 4
@@ -32,30 +31,17 @@ FULL = 60_000
 """Bytes that a file may have on a disk that is full: more than metrics, less than shards."""
 
 
-def beside(when: Callable[[], bool], do: Callable[[], None]) -> None:
-    """`do` in a thread, as soon as `when` says so."""
-
-    def watch() -> None:
-        while not when():
-            time.sleep(0.01)
-        do()
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def train_until_step_3_is_being_written(config: PPOConfig) -> None:
-    """Rank 1 is killed then. Its disk takes its time for that one."""
-    part = Path(config.trainer.run_dir) / "checkpoints" / ".step_3.part"
+    """Rank 1 is killed then."""
+    file = Path(config.trainer.run_dir) / "checkpoints" / ".step_3.part" / "critic" / "__1_0.distcp"
     resolve = shards._SavePlanner.resolve_data
 
-    def slowly(planner: Any, item: Any) -> Any:
-        time.sleep(0.03 if part.exists() else 0.0)
+    def resolve_or_die(planner: Any, item: Any) -> Any:
+        if os.environ["RANK"] == "1" and file.exists() and file.stat().st_size > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         return resolve(planner, item)
 
-    shards._SavePlanner.resolve_data = slowly  # type: ignore[method-assign]
-    if os.environ["RANK"] == "1":
-        file = part / "critic" / "__1_0.distcp"
-        beside(lambda: file.exists() and file.stat().st_size > 0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    shards._SavePlanner.resolve_data = resolve_or_die  # type: ignore[method-assign]
     train(config, mesh_of(DEVICES))
 
 
@@ -65,7 +51,7 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_from_the_las
     whole = run(task.config("whole", **common), mesh_of(DEVICES), RANKS)
     config = task.config("parts", trainer__save_freq=1, trainer__async_save=True, **common)
     with pytest.raises(RankFailed) as failure:
-        run_ranks(RANKS, train_until_step_3_is_being_written, config, timeout=150)
+        run_ranks(RANKS, train_until_step_3_is_being_written, config)
     assert failure.value.tracebacks[1] == "exit status -9"
     checkpoints = Path(config.trainer.run_dir) / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} == {"step_1", "step_2", ".step_3.part"}
@@ -84,7 +70,13 @@ def train_until_the_disk_is_full(config: PPOConfig) -> None:
     train_module.BYSTANDER_SECONDS = 0.2
     if os.environ["RANK"] == "1":
         published = Path(config.trainer.run_dir) / "checkpoints" / "step_1"
-        beside(published.exists, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL)))
+
+        def fill() -> None:
+            while not published.exists():
+                time.sleep(0.01)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
+
+        threading.Thread(target=fill, daemon=True).start()
     train(config, mesh_of(DEVICES))
 
 
@@ -92,7 +84,7 @@ def test_a_full_disk_ends_the_run_at_a_step_s_end_with_file_and_remedy(tmp_path:
     task = Task.make(tmp_path)
     config = task.config("full", trainer__save_freq=1, trainer__async_save=True, trainer__total_training_steps=200)
     with pytest.raises(RankFailed) as failure:
-        run_ranks(RANKS, train_until_the_disk_is_full, config, timeout=150)
+        run_ranks(RANKS, train_until_the_disk_is_full, config)
     ends = failure.value.tracebacks
     assert set(ends) == set(range(RANKS))
     told = [end for end in ends.values() if "SharedError" in end]

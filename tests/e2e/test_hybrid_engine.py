@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.test_placements import difference, samples
 from tests.support.runs import Split, Task, mesh_of, run
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 STEPS = 3
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.support.runs import Task, mesh_of, run
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 LORA = {"actor__lora__rank": 8, "critic__lora__rank": 4, "actor__optim__lr": 1e-2}
 MESHES = {

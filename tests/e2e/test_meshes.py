@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.make_tiny_model import make_tiny_model
+from tests.support.jobs import wait_until
+from tests.support.ranks import run_ranks
 from tests.support.runs import MESHES, Task, mesh_of, run
-from verl.config import AdvantageEstimator, LossAggregation
+from verl.config import AdvantageEstimator, LossAggregation, PPOConfig
+from verl.mesh.spec import MeshSpec
+from verl.monitor.stages import Stages
 from verl.monitor.timeline import overlap, read_timeline
+from verl.train import train
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +101,34 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+PAIRS = (("update_actor", "update_critic"), ("old_log_prob", "values"))
+
+
+def train_in_step(folder: Path, config: PPOConfig, mesh: MeshSpec) -> None:
+    """In a rank. Each stage of a pair waits until the other has begun: for ever, if that one needs what it makes."""
+    enter = Stages.__call__
+    partner = {**dict(PAIRS), **{other: one for one, other in PAIRS}}
+
+    @contextmanager
+    def together(stages: Stages, name: str, role: str | None = None) -> Iterator[None]:
+        with enter(stages, name, role):
+            if name in partner:
+                (folder / f"{name} has begun").touch()
+                begun = folder / f"{partner[name]} has begun"
+                wait_until(begun.exists, 200.0, lambda: f"{name} and {partner[name]} are not at the same time")
+            yield
+
+    Stages.__call__ = together  # type: ignore[method-assign, assignment]
+    train(config, mesh)
+
+
 def test_roles_on_their_own_devices_work_at_the_same_time(task: Task) -> None:
     """Actor and critic update together, and values are worked out beside log-probs: seen on the timeline."""
     ranks, devices = MESHES["disjoint"]
-    run(task.config("overlap", debug__timeline=True, trainer__total_training_steps=4), mesh_of(devices), ranks)
+    config = task.config("overlap", debug__timeline=True, trainer__total_training_steps=1)
+    run_ranks(ranks, train_in_step, task.folder, config, mesh_of(devices))
     spans = [span for rank in read_timeline(task.folder / "runs" / "overlap").values() for span in rank]
-    for one, other in (("update_actor", "update_critic"), ("old_log_prob", "values")):
+    for one, other in PAIRS:
         assert overlap([s for s in spans if s.name == one], [s for s in spans if s.name == other]) > 0, (one, other)
 
 

@@ -16,17 +16,18 @@ import torch
 from tests.support.faults import FOR_EVER
 from tests.support.ranks import RankFailed, run_ranks
 from tests.support.runs import MESHES, SPLIT_MESHES, Task, mesh_of
+from tests.support.stalls import announce_hang, watch_for_hangs_alone
 from verl import train as train_module
 from verl.config import PPOConfig
 from verl.mesh.spec import MeshSpec
 from verl.model.heads import HeadedModel
 from verl.train import train
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 RANKS, DEVICES, SPLIT = SPLIT_MESHES["two stages of two"]
-LIMIT = 20.0
-"""Seconds that starting and ending may take on a busy machine."""
+LIMIT = 4.0
+"""trainer.stage_timeout where a rank hangs."""
 
 
 class InjectedError(Exception):
@@ -35,6 +36,8 @@ class InjectedError(Exception):
 
 def fail_in_flight(how: str, rank: int, config: PPOConfig, mesh: MeshSpec) -> None:
     """In a rank: its second forward in training, while others wait for it or work on other micro-batches."""
+    if how == "hang":
+        watch_for_hangs_alone()
     forward, visits = HeadedModel.forward, count(1)
 
     def faulty(model: HeadedModel, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +45,7 @@ def fail_in_flight(how: str, rank: int, config: PPOConfig, mesh: MeshSpec) -> No
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "hang":
+                announce_hang(rank)
                 time.sleep(FOR_EVER)
             raise InjectedError(f"on rank {rank}")
         return forward(model, *args, **kwargs)
@@ -54,11 +58,11 @@ def fail_in_flight(how: str, rank: int, config: PPOConfig, mesh: MeshSpec) -> No
 @pytest.mark.parametrize(("how", "rank"), [("raise", 0), ("raise", 3), ("kill", 1)])
 def test_a_stage_that_fails_ends_the_job(how: str, rank: int, tmp_path: Path) -> None:
     task = Task.make(tmp_path, num_prompts=8)
-    config = task.config("faulty", trainer__total_training_steps=2, trainer__progress=False)
-    begin = time.monotonic()
+    config = task.config(
+        "faulty", trainer__total_training_steps=2, trainer__progress=False, trainer__stage_timeout=1000.0
+    )
     with pytest.raises(RankFailed) as caught:
-        run_ranks(RANKS, fail_in_flight, how, rank, config, mesh_of(DEVICES, SPLIT), timeout=150)
-    assert time.monotonic() - begin < LIMIT
+        run_ranks(RANKS, fail_in_flight, how, rank, config, mesh_of(DEVICES, SPLIT))
     ends = caught.value.tracebacks
     assert set(ends) == set(range(RANKS))
     assert ends[rank] == "exit status -9" if how == "kill" else f"InjectedError: on rank {rank}" in ends[rank]
@@ -85,14 +89,14 @@ def test_a_rank_that_hangs_in_flight_is_named_with_its_micro_batch_and_those_who
     mesh, rank, stage, waits = HANGS[name]
     ranks, devices, split = SPLIT_MESHES[mesh] if mesh in SPLIT_MESHES else (*MESHES[mesh], None)
     changes = {
-        "trainer__stage_timeout": 4.0,
+        "trainer__stage_timeout": LIMIT,
         "critic__max_tokens_per_micro_batch": 30,
         "critic__ppo_mini_batch_size": 6,
     }
     task = Task.make(tmp_path, num_prompts=8)
     config = task.config("hangs", trainer__total_training_steps=2, trainer__progress=False, **changes)
     with pytest.raises(RankFailed):
-        run_ranks(ranks, fail_in_flight, "hang", rank, config, mesh_of(devices, split), timeout=150)
+        run_ranks(ranks, fail_in_flight, "hang", rank, config, mesh_of(devices, split), grace=0.0)
     said = capfd.readouterr().err
     assert set(re.findall(r"rank (\d) has shown no sign of life", said)) == {str(rank)}, said
     at = r"micro-batch 2 of \d+" if stage is None else rf"forward of micro-batch 2 of \d+ on stage {stage}"

@@ -21,7 +21,7 @@ LOSSES = (
 )
 OTHERS = [name for name in (*MESHES, *SPLIT_MESHES) if name != "one process"]
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 
 def layout(name: str) -> tuple[int, MeshSpec]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.support.runs import MESHES, SPLIT_MESHES, Split, Task, mesh_of, run
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 UNTIMED = (
     "actor/pg_loss",

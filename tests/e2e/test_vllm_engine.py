@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.vllm_rig import GREEDY, VOCABULARY, Rig, nucleus_logprobs, perturb, start_rig, tiny_llama
+from tests.support.vllm_rig import (
+    GREEDY,
+    PROMPTS,
+    VOCABULARY,
+    Rig,
+    assert_equals_hugging_face,
+    assert_follows_new_weights,
+    nucleus_logprobs,
+    perturb,
+    start_rig,
+    tiny_llama,
+)
 from verl.generation.types import Request, Sampling
 from verl.generation.vllm.engine import EngineError, VllmEngine
 from verl.generation.vllm.probe import probe
@@ -24,10 +35,9 @@ from verl.generation.vllm.tree import session_members, shared_segments
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not probe("cpu").usable, reason=probe("cpu").message),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
 ]
 
-PROMPTS = [[1, 50 + i, 300 + 7 * i, 100 + i, 77] for i in range(4)]
 STEP_TOKENS = 512
 """That an engine works on at a time: as many as max_model_len, the fewest that it takes."""
 LONG_PROMPT = [1] + [(37 * i) % 400 + 100 for i in range(300)]
@@ -60,39 +70,15 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
         engine.close()
 
 
-def _assert_equals_hugging_face(rig: Rig, prompts: list[list[int]]) -> list[list[int]]:
-    samples = rig.generate(prompts, GREEDY)
-    for prompt, sample in zip(prompts, samples, strict=True):
-        assert sample.token_ids == rig.greedy(prompt, GREEDY.max_tokens)
-        expected = rig.logits(prompt, sample.token_ids).log_softmax(-1)
-        expected = expected.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
-        assert sample.version == rig.version
-    return [sample.token_ids for sample in samples]
-
-
-def _assert_follows_new_weights(rig: Rig) -> None:
-    """All of them; then those of the embedding alone, which a tied head must follow; then none."""
-    seen = [_assert_equals_hugging_face(rig, PROMPTS)]
-    for seed, only in [(1, ""), (2, "embed"), (3, "")]:
-        perturb(rig.model, seed, only)
-        rig.load()
-        seen.append(_assert_equals_hugging_face(rig, PROMPTS))
-        assert seen[-1] != seen[-2]
-        assert rig.engine.version == rig.version
-    rig.load()
-    assert _assert_equals_hugging_face(rig, PROMPTS) == seen[-1]
-
-
 def test_greedy_is_hugging_faces_before_and_after_new_weights(tied: Rig) -> None:
-    _assert_follows_new_weights(tied)
+    assert_follows_new_weights(tied)
 
 
 def test_a_cached_prefix_does_not_outlive_its_weights(tied: Rig) -> None:
-    _assert_equals_hugging_face(tied, [LONG_PROMPT])
+    assert_equals_hugging_face(tied, [LONG_PROMPT])
     perturb(tied.model, seed=2)
     tied.load()
-    _assert_equals_hugging_face(tied, [LONG_PROMPT])
+    assert_equals_hugging_face(tied, [LONG_PROMPT])
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8), (0.7, 0.8)])
@@ -179,13 +165,13 @@ def test_a_consumer_that_stops_early_has_the_rest_aborted(tied: Rig) -> None:
     next(samples)
     samples.close()  # type: ignore[attr-defined]
     tied.engine.generate(requests, long)  # and this one is never read
-    _assert_equals_hugging_face(tied, PROMPTS)
+    assert_equals_hugging_face(tied, PROMPTS)
 
 
 def test_signals_that_torchrun_or_a_terminal_send_are_ignored(tied: Rig) -> None:
     os.killpg(tied.engine.pid, signal.SIGTERM)
     os.killpg(tied.engine.pid, signal.SIGINT)
-    _assert_equals_hugging_face(tied, PROMPTS)
+    assert_equals_hugging_face(tied, PROMPTS)
 
 
 def test_a_prompt_that_does_not_fit_is_refused(tied: Rig) -> None:
@@ -193,6 +179,8 @@ def test_a_prompt_that_does_not_fit_is_refused(tied: Rig) -> None:
         tied.engine.generate([Request(0, (1,) * 500, seed=0)], GREEDY)
 
 
+AT_ONCE = 90.0
+"""Seconds, on a busy machine; an engine's own limit is longer."""
 LONG = Sampling(1.0, 1.0, 0, 400, (), ignore_eos=True)
 
 
@@ -204,12 +192,13 @@ def test_a_killed_engine_is_an_error_at_once(start: Callable[..., Rig]) -> None:
     with pytest.raises(EngineError, match=r"rollout replica 3.* no weights"):
         engine.generate(requests, GREEDY)
     rig.load()
+    os.kill(engine.pid, signal.SIGSTOP)  # so that the samples cannot be done before it is killed
     samples = engine.generate(requests, LONG)
     os.kill(engine.pid, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(EngineError) as error:
         list(samples)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < AT_ONCE
     message = str(error.value)
     assert "rollout replica 3: the engine ended while generating (0 of 4 samples are done)" in message
     assert "was killed by signal 9, SIGKILL" in message
@@ -220,18 +209,19 @@ def test_a_killed_engine_is_an_error_at_once(start: Callable[..., Rig]) -> None:
     assert session_members(engine.pid) == []
 
 
+@pytest.mark.slow  # the same with an engine that has no vLLM in it: unit/generation/test_vllm_engine.py
 def test_a_hung_engine_is_an_error_after_the_limit(start: Callable[..., Rig]) -> None:
-    rig = start(stage_timeout=30.0)
+    rig = start()
     engine = rig.engine
     engine.wait_ready()
     rig.load()
     engine._stage_timeout = 4.0
-    samples = engine.generate([Request(0, (1, 2, 3), seed=0)], LONG)
     os.kill(engine.pid, signal.SIGSTOP)
+    samples = engine.generate([Request(0, (1, 2, 3), seed=0)], LONG)
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"said nothing for 4 s while generating .* was running and has been killed"):
         list(samples)
-    assert 4 <= time.monotonic() - started < 9
+    assert 4 <= time.monotonic() - started < AT_ONCE
     assert session_members(engine.pid) == []
 
 
@@ -259,8 +249,8 @@ def test_nothing_is_generated_with_a_mixture(tied: Rig) -> None:
     """A load that has begun is seen to its end first."""
     perturb(tied.model, seed=4)
     tied.engine.begin_load()
-    assert len(tied.engine.memory.buckets) > 3
-    for number in range(len(tied.engine.memory.buckets)):
+    assert len(tied.memory.buckets) > 3
+    for number in range(len(tied.memory.buckets)):
         with pytest.raises(EngineError, match="no weights that may be used"):
             tied.engine.generate([Request(0, (1, 2, 3), seed=0)], GREEDY)
         tied.write(number)
@@ -268,9 +258,10 @@ def test_nothing_is_generated_with_a_mixture(tied: Rig) -> None:
         tied.engine.await_bucket()
     tied.version += 1
     tied.engine.commit(tied.version)
-    _assert_equals_hugging_face(tied, PROMPTS)
+    assert_equals_hugging_face(tied, PROMPTS)
 
 
+@pytest.mark.slow  # as above
 def test_an_engine_killed_within_a_load_is_an_error_and_serves_nothing(start: Callable[..., Rig]) -> None:
     rig = start()
     rig.engine.wait_ready()
@@ -289,7 +280,7 @@ def test_an_engine_killed_within_a_load_is_an_error_and_serves_nothing(start: Ca
     assert session_members(rig.engine.pid) == []
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False], ids=["tied", "untied"])
 def test_vllms_own_reload_takes_buckets_too(tmp_path: Path, tied: bool) -> None:
     """What GPUs and quantised models are loaded with."""
     command = [sys.executable, "-m", "tests.support.vllm_reload", str(tmp_path), *(["tied"] if tied else [])]
@@ -300,11 +291,12 @@ def test_vllms_own_reload_takes_buckets_too(tmp_path: Path, tied: bool) -> None:
         assert load["right"] and load["gap"] < 1e-4 and load["buckets"] > 3, load
 
 
+@pytest.mark.slow
 def test_two_workers_with_a_tied_head(start: Callable[..., Rig]) -> None:
     rig = start(tied=True, tp=2)
     rig.engine.wait_ready()
     rig.load()
-    _assert_follows_new_weights(rig)
+    assert_follows_new_weights(rig)
 
 
 def test_two_workers(start: Callable[..., Rig]) -> None:
@@ -312,22 +304,26 @@ def test_two_workers(start: Callable[..., Rig]) -> None:
     rig = start(tp=2)
     rig.engine.wait_ready()
     rig.load()
-    _assert_follows_new_weights(rig)
+    assert_follows_new_weights(rig)
 
     session = rig.engine.pid
     mapped = shared_segments(session)
     assert mapped, "the workers meet in shared memory"
     assert not {path for path in mapped if path.exists()}, "whose names are gone, so that no kill can leave them behind"
 
-    worker = max(pid for pid in session_members(session) if "cpushm" in Path(f"/proc/{pid}/maps").read_text())
+    worker, *_ = (pid for pid in session_members(session) if pid != session and "cpushm" in memory_map(pid))
     os.kill(worker, signal.SIGSTOP)  # so that the samples cannot be done before it is killed
     samples = rig.engine.generate([Request(0, (1, 2, 3), seed=0)], LONG)
     os.kill(worker, signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(EngineError, match=r"engine worker VllmWorker-1, process \d+, died"):
+    with pytest.raises(EngineError, match=rf"engine worker VllmWorker-\d, process {worker}, died"):
         list(samples)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < AT_ONCE
     assert session_members(session) == []
+
+
+def memory_map(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
 
 
 @pytest.mark.parametrize("moment", ["starting", "ready"])
@@ -340,10 +336,10 @@ def test_a_killed_rank_takes_its_engine_along(tmp_path: Path, moment: str) -> No
             if moment == "ready":
                 assert rank.stdout.readline() == "ready\n"
             else:
-                _wait_until(lambda: len(session_members(session)) >= 3, seconds=120)  # the engine and some workers
+                _wait_until(lambda: len(session_members(session)) >= 3, seconds=600)  # the engine and some workers
         finally:
             rank.kill()
-    _wait_until(lambda: session_members(session) == [], seconds=10)
+    _wait_until(lambda: session_members(session) == [], seconds=AT_ONCE)
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> None:

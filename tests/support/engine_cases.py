@@ -180,7 +180,7 @@ def outputs(engine: TrainEngine, part: Rank) -> Tensor:
 
 def train_on_ranks(place: Placement, cases: Mapping[str, Case], models: Mapping[str, Path]) -> dict[str, Steps]:
     """All cases, one after the other; nothing on a rank that does not train."""
-    job = start_job(stage_timeout=60, check_program=False)
+    job = start_job(stage_timeout=300, check_program=False)
     groups = make_groups([place], job.rank, "cpu", job.timeout).get("actor")
     results = {}
     if groups is not None:

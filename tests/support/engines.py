@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from scripts.make_tiny_model import make_tiny_model
 from verl.config import OptimConfig
 from verl.engine.train_engine import EngineSpec, TrainEngine
 from verl.flow.job import Job
@@ -27,6 +28,14 @@ Layout = Mapping[str, tuple[int, ...] | Placement]
 
 def placed(layout: Layout) -> dict[str, Placement]:
     return {role: at if isinstance(at, Placement) else Placement(role, at) for role, at in layout.items()}
+
+
+def actor_and_critic(folder: Path, num_layers: int = 2) -> dict[str, Path]:
+    """Models so small that some parameters have fewer rows than there are ranks: the value head has one."""
+    return {
+        "actor": make_tiny_model(folder / "tied", num_layers=num_layers, tied=True),
+        "critic": make_tiny_model(folder / "untied", "qwen3", num_layers=num_layers, seed=1),
+    }
 
 
 def make_engines(job: Job, layout: Layout, models: Mapping[str, Path], **settings: Any) -> dict[str, TrainEngine]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 
+from tests.support.stalls import announce_hang, watch_for_hangs_alone
 from verl.monitor.stages import Stages
 
 FOR_EVER = 1000.0
@@ -38,6 +39,8 @@ class Fault:
 
     def install(self) -> None:
         """On every rank; it happens on its own."""
+        if self.how == "hang":
+            watch_for_hangs_alone()
         enter: Callable[..., object] = Stages.__call__
         visits = count(1)
 
@@ -55,4 +58,5 @@ class Fault:
             raise InjectedError(f"in {self.stage} on rank {self.rank}")
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        announce_hang(self.rank)
         time.sleep(FOR_EVER)

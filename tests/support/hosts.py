@@ -24,8 +24,7 @@ from tests.support.jobs import wait_until
 NETWORK = "10.213.7"
 TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
 SHM_MIB = 1024
-START_SECONDS = 30.0
-END_SECONDS = 10.0
+END_SECONDS = 100.0
 
 # `cat` waits for the end of its input. As process 1 of the host it inherits orphans: with CHLD ignored the kernel
 # takes them away when they end. Shell variables come from the environment, so that no path has to be quoted.
@@ -94,7 +93,7 @@ class Host:
         self._started.append(process)
         return process
 
-    def run(self, *command: str | Path, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> str:
+    def run(self, *command: str | Path, timeout: float = 300.0, env: Mapping[str, str] | None = None) -> str:
         """What a command says on either stream. Raises AssertionError where it fails."""
         process = self.start(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         said, _ = process.communicate(timeout=timeout)

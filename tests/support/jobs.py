@@ -64,7 +64,7 @@ class Job:
                     found.append(process)
         return found
 
-    def assert_nothing_left(self, seconds: float = 10.0) -> None:
+    def assert_nothing_left(self, seconds: float = 100.0) -> None:
         wait_until(lambda: not self.members(), seconds, lambda: f"still there: {self.members()}")
 
     def wait_for_line(self, text: str, seconds: float) -> None:

@@ -93,5 +93,5 @@ def _clear(host: Host, process: subprocess.Popen[str]) -> None:
     for member in host.processes():
         if member.is_running():
             member.send_signal(signal.SIGKILL)
-    process.wait(10)
-    wait_until(lambda: not host.processes(), 10, lambda: f"still on {host.name}: {host.processes()}")
+    process.wait(100)
+    wait_until(lambda: not host.processes(), 100, lambda: f"still on {host.name}: {host.processes()}")

@@ -210,7 +210,7 @@ def compare(
     folders: Mapping[str, Path],
     references: Mapping[Case, Measured],
     ranks: Sequence[int] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 600.0,
 ) -> dict[Case, Errors]:
     """`ranks`: of the layout, in its order; the first ones where none are given."""
     listed = tuple(range(math.prod(layout)) if ranks is None else ranks)

@@ -16,13 +16,21 @@ from typing import Any
 
 import torch
 
+from verl.processes import die_with
+
 torch.set_num_threads(1)
 
+TIMEOUT = 300.0
+GRACE = 90.0
+"""Both only catch a hang, on a machine that may be busy."""
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+
+def hold_port() -> socket.socket:
+    """Bound to a port that nobody else is given while it is open. A server that reuses addresses may listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 class RankFailed(AssertionError):
@@ -33,12 +41,21 @@ class RankFailed(AssertionError):
         self.tracebacks = tracebacks
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """`fn(*args)` in `world` processes with torchrun's environment; what each returned. Raises RankFailed."""
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, grace: float = GRACE
+) -> list[Any]:
+    """`fn(*args)` in `world` processes with torchrun's environment; what each returned. Raises RankFailed.
+
+    `timeout`: seconds until those that still run are killed. `grace`: the same after one has failed, so that the others
+    may fail by themselves; 0 where one hangs, which never would.
+    """
+    with hold_port() as held, tempfile.TemporaryDirectory() as folder:
+        port = held.getsockname()[1]
         pids = {_fork(rank, world, port, fn, args, Path(folder)): rank for rank in range(world)}
-        failed = _wait(pids, time.monotonic() + timeout)
+        try:
+            failed = _wait(pids, time.monotonic() + timeout, grace)
+        finally:  # where the test itself is ended
+            _kill(pids)
         results, tracebacks = [], {}
         for rank in range(world):
             file = Path(folder) / f"{rank}.pickle"
@@ -55,11 +72,13 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
 
 def _fork(rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> int:
     sys.stdout.flush()
+    tests = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     code = 0
     try:
+        die_with(tests, signal.SIGKILL)
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0",
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
@@ -75,8 +94,8 @@ def _fork(rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[
     os._exit(code)
 
 
-def _wait(pids: dict[int, int], deadline: float) -> dict[int, str]:
-    """Reaps the ranks; a failure gives the others two seconds to fail by themselves."""
+def _wait(pids: dict[int, int], deadline: float, grace: float) -> dict[int, str]:
+    """Reaps the ranks; how those ended that have failed."""
     failed: dict[int, str] = {}
     while pids:
         for pid in list(pids):
@@ -85,12 +104,16 @@ def _wait(pids: dict[int, int], deadline: float) -> dict[int, str]:
                 rank = pids.pop(pid)
                 if status:
                     failed[rank] = f"exit status {os.waitstatus_to_exitcode(status)}"
-                    deadline = min(deadline, time.monotonic() + 2.0)
+                    deadline = min(deadline, time.monotonic() + grace)
         if pids and time.monotonic() > deadline:
-            for pid, rank in pids.items():
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                failed[rank] = "killed: it did not end in time"
-            pids = {}
+            failed |= dict.fromkeys(pids.values(), "killed: it did not end in time")
+            _kill(pids)
         time.sleep(0.005)
     return failed
+
+
+def _kill(pids: dict[int, int]) -> None:
+    for pid in list(pids):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        del pids[pid]

@@ -123,7 +123,7 @@ class Task:
         config.trainer.trackers = []
         config.trainer.save_freq = -1
         config.trainer.total_training_steps = 2
-        config.trainer.stage_timeout = 60.0
+        config.trainer.stage_timeout = 300.0
         config.debug.check_program = True
         for name, value in changes.items():
             *path, last = name.split("__")
@@ -144,7 +144,7 @@ def mesh_of(devices: Mapping[str, list[int]], split: Split | None = None, **roll
     return parse_value(entries, "test")
 
 
-def run(config: PPOConfig, mesh: MeshSpec, ranks: int, timeout: float = 180.0) -> list[dict[str, Any]]:
+def run(config: PPOConfig, mesh: MeshSpec, ranks: int, timeout: float = 600.0) -> list[dict[str, Any]]:
     """The lines of the run's metrics.jsonl."""
     run_ranks(ranks, train, config, mesh, timeout=timeout)
     return metrics(Path(config.trainer.run_dir))

@@ -24,7 +24,7 @@ _PATH = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
 _LACKING = [program for program in PROGRAMS if shutil.which(program, path=_PATH) is None]
 requires_slurm = pytest.mark.skipif(bool(_LACKING), reason=f"needs Slurm and munge ({', '.join(_LACKING)})")
 
-START_SECONDS = 60.0
+START_SECONDS = 300.0
 REQUEUE_SECONDS = 10
 """How long Slurm holds back a job that was queued again: until its credentials have expired (otherwise two minutes)."""
 
@@ -62,7 +62,7 @@ class Slurm:
         process = self.controller.start(
             command, env=self.environment | environ, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        said, _ = process.communicate(timeout=60.0)
+        said, _ = process.communicate(timeout=300.0)
         assert process.returncode == 0, f"{command}: {said}"
         return said
 
@@ -140,7 +140,7 @@ def slurm_on(
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         for daemon in daemons:
-            daemon.wait(10.0)
+            daemon.wait(100.0)
 
 
 def _logs(folder: Path) -> str:

@@ -62,7 +62,7 @@ def sshd_on(hosts: Sequence[Host], folder: Path) -> Iterator[Path]:
             daemon = host.start([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stdout=log, stderr=log)
             daemons.append(daemon)
     logs = [folder / f"{host.name}.log" for host in hosts]
-    wait_until(lambda: all("listening on" in log.read_text() for log in logs), 20.0, lambda: "no sshd")
+    wait_until(lambda: all("listening on" in log.read_text() for log in logs), 100.0, lambda: "no sshd")
     try:
         yield folder / "ssh_config"
     finally:
@@ -71,7 +71,7 @@ def sshd_on(hosts: Sequence[Host], folder: Path) -> Iterator[Path]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         for daemon in daemons:
-            daemon.wait(10.0)
+            daemon.wait(100.0)
 
 
 def others(host: Host) -> list[psutil.Process]:

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from verl.monitor.metrics import Metrics
 from verl.monitor.names import throughput
 
-pytestmark = pytest.mark.timeout(60)
-
 whole_numbers = st.integers(-(2**20), 2**20).map(float)
 rows = st.lists(st.tuples(whole_numbers, st.integers(0, 3).map(float)), min_size=1, max_size=12)
 

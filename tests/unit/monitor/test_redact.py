@@ -6,9 +6,6 @@ from verl.config import PPOConfig
 from verl.monitor.redact import REDACTED, redact, redact_argument
 from verl.monitor.trackers import flatten
 
-pytestmark = pytest.mark.timeout(60)
-
-
 SECRETS = "hf_token HF_TOKEN accessToken api_tokens api_key OPENAI_API_KEY apiKey api-key judge.apikey wandb_api_key"
 SECRETS += " password db_passwd client_secret secret_access_key auth credentials private_key"
 

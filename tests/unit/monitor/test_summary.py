@@ -8,8 +8,6 @@ from verl.monitor.log import LoggedSample, MetricsLog, SampleLog
 from verl.monitor.names import throughput
 from verl.monitor.summary import summarise
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def write(run_dir, lines):
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

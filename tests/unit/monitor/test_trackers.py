@@ -13,8 +13,6 @@ import verl
 from verl.monitor import trackers
 from verl.monitor.trackers import Trackers, check_trackers
 
-pytestmark = pytest.mark.timeout(120)
-
 WORKER = """
 import os, sys, torch, torch.distributed as dist
 # torchrun sets it; where it is unset, accelerate sets the number of threads
@@ -75,7 +73,7 @@ def test_under_torchrun_the_process_group_is_ours_and_rank_0_writes(tmp_path):
     script.write_text(WORKER)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(verl.__file__).parents[1])}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*launch, script, run_dir], capture_output=True, text=True, timeout=100, env=env)
+    done = subprocess.run([*launch, script, run_dir], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     assert "rank 0 done" in done.stdout and "rank 1 done" in done.stdout
     assert events(run_dir / "tensorboard") == {"critic/score/mean": [(1, 0.25)]}

@@ -87,7 +87,7 @@ def test_a_failed_training_is_raised() -> None:
 
 
 def test_training_ends_with_the_demo(tmp_path: Path) -> None:
-    training = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()) + ' '); time.sleep(100)"
+    training = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()) + ' '); time.sleep(1000)"
     program = f"import sys; from scripts.demo import train; train([sys.executable, '-c', {training!r}])"
     demo = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     try:
@@ -95,7 +95,7 @@ def test_training_ends_with_the_demo(tmp_path: Path) -> None:
             assert demo.poll() is None
             time.sleep(0.05)
         demo.terminate()
-        assert demo.wait(60) == 128 + signal.SIGTERM
+        assert demo.wait(300) == 128 + signal.SIGTERM
     finally:
         demo.kill()
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()

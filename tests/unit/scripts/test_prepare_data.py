@@ -113,7 +113,7 @@ def test_a_generator_that_hangs_is_stopped_and_named() -> None:
     started = time.monotonic()
     with pytest.raises(TimeoutError, match=r"gcd was stopped after 0\.5 s"):
         collect("gcd", limit=0.5, work=loop_for_ever)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 100
 
 
 def test_a_generator_that_fails_is_named() -> None:

@@ -18,13 +18,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-from verl.generation.vllm.tree import die_with_parent
+from verl.processes import die_with
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[2]))
+    die_with(int(sys.argv[2]), signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1)
 elif __name__ == "__mp_main__":
-    die_with_parent(os.getsid(0))
+    die_with(os.getsid(0), signal.SIGKILL)
 
 import torch
 import torch.distributed as dist

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from tests.support.host_transfer import GlooGroup, open_exported
 from verl.generation.vllm.delivery import updates
-from verl.generation.vllm.tree import die_with_parent
 from verl.generation.vllm.wire import Channel, Message
+from verl.processes import die_with
 
 LATE = 0.05
 """Seconds."""
@@ -58,7 +59,7 @@ class Workers:
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv[2]))
+    die_with(int(sys.argv[2]), signal.SIGKILL)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     workers = Workers(channel.receive())
     channel.send(Message("ready"))

@@ -12,7 +12,8 @@ from verl.flow import wire
 from verl.flow.placement import Home
 from verl.flow.plan import plan as plan_rows
 from verl.mesh.spec import RolloutSpec
-from verl.reshard.boxes import generation_domains, node_domains, training_boxes
+from verl.reshard.boxes import device_domains, generation_domains, node_domains, sender_of, training_boxes
+from verl.reshard.buckets import cut_buckets, largest_bucket
 from verl.reshard.layout import Domain, Shards
 from verl.reshard.plan import plan as plan_weights
 
@@ -51,6 +52,8 @@ class WeightLoad:
     """By the rank that trains them, into memory that an engine reads."""
     domains: tuple[Domain, ...]
     """The memories; what is sent to one of their readers is written there."""
+    two_buckets: int
+    """Bytes of a memory that engines read bucket by bucket, and the most that a rank keeps for messages."""
 
 
 def hand_overs(job: Job, config: PPOConfig) -> list[HandOver]:
@@ -75,26 +78,38 @@ def hand_overs(job: Job, config: PPOConfig) -> list[HandOver]:
     return step.hand_overs
 
 
-def weight_load(job: Job, model: ModelShape, itemsize: int) -> WeightLoad:
+def weight_load(job: Job, model: ModelShape, config: PPOConfig, itemsize: int) -> WeightLoad:
     """Who sends which bytes of the actor's weights to whom. `itemsize`: of the rollout's dtype."""
-    actor, rollout = job.placements["actor"], job.placements["rollout"]
+    actor = job.placements["actor"]
     split = model.split(job.spec("actor"), actor.spread)
     shards = Shards(training_boxes(model.shapes, split, actor.ranks), job.node_of)
-    spec = job.spec("rollout")
-    if isinstance(spec, RolloutSpec) and spec.backend == "torch":
-        domains = generation_domains(model.shapes, model.config, rollout)
-    else:
-        domains = node_domains(model.shapes, rollout.leaders, job.node_of, slots=2)
+    domains = _domains(job, model, config.rollout.weight_transfer)
     sizes: dict[tuple[int, int], int] = {}
     for transfer in plan_weights(shards, domains, itemsize):
         way = transfer.src, transfer.dst
         sizes[way] = sizes.get(way, 0) + transfer.size
     messages = [Message(src, dst, size) for (src, dst), size in sorted(sizes.items())]
+    buckets = cut_buckets(model.shapes, itemsize, config.rollout.reshard_bucket_mib << 20)
     return WeightLoad(
         tuple(m for m in messages if m.src != m.dst),
         tuple(m for m in messages if m.src == m.dst),
         tuple(domains),
+        2 * largest_bucket(buckets, model.shapes, itemsize),
     )
+
+
+def _domains(job: Job, model: ModelShape, transfer: str) -> list[Domain]:
+    """`transfer`: rollout.weight_transfer."""
+    actor, rollout = job.placements["actor"], job.placements["rollout"]
+    spec = job.spec("rollout")
+    if isinstance(spec, RolloutSpec) and spec.backend == "torch":
+        return generation_domains(model.shapes, model.config, rollout)
+    sender = sender_of(rollout, actor)
+    if transfer == "ipc":
+        return device_domains(model.shapes, rollout.ranks, slots=2)
+    if transfer == "nccl" and sender is not None:  # else a run refuses it
+        return device_domains(model.shapes, [sender], slots=2)
+    return node_domains(model.shapes, rollout.leaders, job.node_of, slots=2)
 
 
 def between_nodes(job: Job, messages: Sequence[Message]) -> int:

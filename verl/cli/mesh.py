@@ -99,7 +99,7 @@ def _show(arguments: argparse.Namespace) -> int:
     print("\n".join(mesh_text.heading(job)), end="\n\n")
     print("\n".join(as_text(picture, width)), end="\n\n")
     print("\n".join(mesh_text.rows(job, config)), end="\n\n")
-    print("\n".join(mesh_text.weights(job, models, report)))
+    print("\n".join(mesh_text.weights(job, models, config, report)))
     if report.budgets:
         print()
         print("\n".join(mesh_text.memory(job, models, config, report, memory)))

@@ -10,7 +10,7 @@ from verl.advise.fit import gib
 from verl.advise.job import Job
 from verl.advise.model import ModelShape
 from verl.advise.report import Report
-from verl.advise.traffic import Message, between_nodes, hand_overs, weight_load
+from verl.advise.traffic import Message, WeightLoad, between_nodes, hand_overs, weight_load
 from verl.config import PPOConfig
 
 _MOST_MESSAGES = 4
@@ -80,7 +80,7 @@ def rows(job: Job, config: PPOConfig) -> Iterator[str]:
         yield from _messages(job, step.messages)
 
 
-def weights(job: Job, models: Mapping[str, ModelShape], report: Report) -> Iterator[str]:
+def weights(job: Job, models: Mapping[str, ModelShape], config: PPOConfig, report: Report) -> Iterator[str]:
     """Who sends weights to whom after an update."""
     if "actor" not in models:
         yield "weights: name the model with --model to see who sends how much to whom"
@@ -89,7 +89,7 @@ def weights(job: Job, models: Mapping[str, ModelShape], report: Report) -> Itera
         yield "weights: the model cannot be split so; see below"
         return
     dtype = job.spec("rollout").dtype
-    load = weight_load(job, models["actor"], ITEMSIZE[dtype])
+    load = weight_load(job, models["actor"], config, ITEMSIZE[dtype])
     total = sum(m.size for m in [*load.sent, *load.written])
     memories = len(load.domains)
     yield (
@@ -107,6 +107,18 @@ def weights(job: Job, models: Mapping[str, ModelShape], report: Report) -> Itera
         yield from _messages(job, load.sent)
     else:
         yield "  nothing is sent"
+    yield from _extra(load)
+
+
+def _extra(load: WeightLoad) -> Iterator[str]:
+    """Memory that there is for a load alone."""
+    if any(domain.slots is not None for domain in load.domains):
+        yield f"  bucket by bucket: {size(load.two_buckets)} for the two that each memory has room for"
+    if load.sent:
+        yield (
+            f"  and up to {size(load.two_buckets)} where messages are sent or received by a socket, as they are not "
+            "within a node of CPUs"
+        )
 
 
 def as_json(job: Job, report: Report) -> dict[str, Any]:

@@ -105,3 +105,8 @@ def device_domains(shapes: Shapes, ranks: Sequence[int], slots: int) -> list[Dom
     """Memory on the device of each of these ranks, which takes buckets whole and which it alone writes."""
     boxes = {name: whole(shape) for name, shape in shapes.items()}
     return [Domain(f"device of rank {rank}", (rank,), (rank,), boxes, slots) for rank in ranks]
+
+
+def sender_of(rollout: Placement, actor: Placement) -> int | None:
+    """The rank that sends weights by NCCL: the actor's first on whose GPU no engine runs; None: there is none."""
+    return next((rank for rank in actor.ranks if rank not in rollout.ranks), None)

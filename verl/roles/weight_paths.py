@@ -18,7 +18,7 @@ from verl.generation.vllm.device import Cuda, Device
 from verl.generation.vllm.engine import VllmEngine
 from verl.generation.vllm.readers import Sender, Sent, Shown
 from verl.generation.vllm.slots import DeviceSlots
-from verl.reshard.boxes import device_domains, node_domains
+from verl.reshard.boxes import device_domains, node_domains, sender_of
 from verl.reshard.execute import Reader, Target
 from verl.reshard.layout import Domain, Shapes
 
@@ -90,11 +90,6 @@ def refuse_transfer(
             f"actor.devices are all in rollout.devices (ranks {', '.join(map(str, actor.ranks))}); "
             f"set rollout.weight_transfer={WeightTransfer.ipc}"
         )
-
-
-def sender_of(rollout: Placement, actor: Placement) -> int | None:
-    """The rank that sends weights by NCCL: the actor's first on whose GPU no engine runs; None: there is none."""
-    return next((rank for rank in actor.ranks if rank not in rollout.ranks), None)
 
 
 def _replica(rollout: Placement, rank: int) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ def test_any_mesh(mesh: dict[str, Any], nodes: str | None, model: Any, config: P
         assert hand_overs(job, config)
     if report.budgets:
         assert all(budget.peak >= budget.stays > 0 for budget in report.budgets)
-        assert weight_load(job, model, 2).domains
+        assert weight_load(job, model, config, 2).domains
 
 
 SIZE = st.sampled_from([None, -1, 0, 1, 2, 3, 6, 48, 64, "x", 1.5, True])

@@ -87,7 +87,7 @@ def test_a_config_is_found_in_a_folder_and_in_a_file(tmp_path: Path):
 
 
 BAD = {
-    "not json": ("{", "no model's config"),
+    "not json": ("{", "a model's config.json is JSON, and this file is not"),
     "a list": ("[1]", "no model's config"),
     "nothing in it": ("{}", "a model's config needs 'model_type', and this file has none"),
     "an unknown type": ('{"model_type": "lama"}', "no model's config"),

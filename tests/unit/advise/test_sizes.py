@@ -57,7 +57,7 @@ def test_a_mesh_fits_its_model(file: Path):
     assert (report.problems, report.warnings) == ((), ())
     assert len(job.processes) == int(file.stem.rpartition("_")[2].removesuffix("gpu"))
     assert all(step.columns for step in hand_overs(job, config))
-    load = weight_load(job, models["actor"], itemsize=2)
+    load = weight_load(job, models["actor"], config, itemsize=2)
     assert sum(m.size for m in [*load.sent, *load.written]) == len(load.domains) * 2 * models["actor"].num_elements
 
 

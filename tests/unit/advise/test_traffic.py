@@ -1,6 +1,7 @@
 """Who sends what to whom, counted by hand."""
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -85,7 +86,7 @@ def test_weights_are_written_where_they_are_and_sent_where_they_are_not():
     rollout: {devices: ["a:1", "b:0-1"]}
     """
     job = job_of(text)
-    load = weight_load(job, model, itemsize=2)
+    load = weight_load(job, model, CONFIG, itemsize=2)
     whole = 2 * model.num_elements
     assert {(domain.members, domain.readers) for domain in load.domains} == {((0, 1), (1,)), ((2, 3), (2, 3))}
     assert sum(m.size for m in load.written) == whole  # into the memory of node a, by the ranks that hold it
@@ -94,8 +95,8 @@ def test_weights_are_written_where_they_are_and_sent_where_they_are_not():
 
 
 def test_in_process_engines_have_memory_of_their_own():
-    model = shape()
-    load = weight_load(job_of("actor: {devices: [0]}\nrollout: {devices: [0-2], backend: torch}"), model, itemsize=4)
+    model, text = shape(), "actor: {devices: [0]}\nrollout: {devices: [0-2], backend: torch}"
+    load = weight_load(job_of(text), model, CONFIG, itemsize=4)
     assert [(m.src, m.dst, m.size) for m in load.written] == [(0, 0, 4 * model.num_elements)]
     received = Counter[int]()
     for message in load.sent:
@@ -107,9 +108,31 @@ def test_tensor_parallel_engines_in_the_ranks_have_their_parts_alone():
     """The actor's TP 2 and the rollout's on the same devices: every rank has what it generates with."""
     text = "actor: {devices: [0, 1], parallelism: {tensor_parallel_size: 2}}\n"
     job = job_of(text + "rollout: {devices: [0, 1], tensor_parallel_size: 2, backend: torch}")
-    load = weight_load(job, shape(), itemsize=4)
+    load = weight_load(job, shape(), CONFIG, itemsize=4)
     assert load.sent == () and len(load.domains) == 2
     assert all(m.size < 4 * shape().num_elements for m in load.written)
+
+
+def test_vllms_own_ways_bring_whole_buckets_to_devices():
+    """IPC: to each device of the rollout. NCCL: to the first of the actor that generates nothing."""
+    whole = 2 * shape().num_elements
+    job = job_of("actor: {devices: [0-2]}\nrollout: {devices: [0, 3]}")
+    load = weight_load(job, shape(), replace(CONFIG, rollout=RolloutConfig(weight_transfer="ipc")), itemsize=2)
+    assert [domain.readers for domain in load.domains] == [(0,), (3,)]
+    assert sum(m.size for m in load.sent if m.dst == 3) == whole
+    assert sum(m.size for m in [*load.sent, *load.written] if m.dst == 0) == whole
+    load = weight_load(job, shape(), replace(CONFIG, rollout=RolloutConfig(weight_transfer="nccl")), itemsize=2)
+    assert [domain.readers for domain in load.domains] == [(1,)]
+    assert sum(m.size for m in [*load.sent, *load.written] if m.dst == 1) == whole
+
+
+def test_two_buckets_are_two_of_the_largest():
+    """The setting where blocks are smaller, else two of the largest block: here the embedding."""
+    job = job_of("actor: {devices: [0]}\nrollout: {devices: [1]}")
+    large = shape(vocab_size=40_000)
+    config = replace(CONFIG, rollout=RolloutConfig(reshard_bucket_mib=1))
+    assert weight_load(job, large, config, itemsize=2).two_buckets == 2 * 40_000 * 48 * 2
+    assert weight_load(job, shape(), config, itemsize=2).two_buckets <= 2 << 20
 
 
 @given(
@@ -127,5 +150,5 @@ def test_every_memory_gets_every_weight_once(degrees: tuple[int, int, int], tied
         f"parallelism: {{tensor_parallel_size: {tp}, pipeline_parallel_size: {pp}}}}}\n"
         f"rollout: {{devices: [{rollout}]}}"
     )
-    load = weight_load(job_of(text), model, itemsize=2)
+    load = weight_load(job_of(text), model, CONFIG, itemsize=2)
     assert sum(m.size for m in [*load.sent, *load.written]) == len(load.domains) * 2 * model.num_elements

@@ -215,7 +215,12 @@ def test_what_is_sent(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # 2 x 320 x 48 + 3 x (2 x 48 x 48 + 2 x 48 x 16 + 3 x 48 x 112 + 2 x 48) + 48 numbers of two bytes
     at = lines.index("weights after an update: 191.2 KiB of bfloat16 into 1 memory that engines read")
     assert lines[at + 1 : at + 3] == ["  on node2, read by node2:0, node2:2", "  sent"]
-    assert "    in all 191.2 KiB, 191.2 KiB of it between nodes" in lines[at:]
+    end = lines.index("    in all 191.2 KiB, 191.2 KiB of it between nodes")
+    # all of it is one bucket of at most 64 MiB
+    assert lines[end + 1 : end + 3] == [
+        "  bucket by bucket: 382.3 KiB for the two that each memory has room for",
+        "  and up to 382.3 KiB where messages are sent or received by a socket, as they are not within a node of CPUs",
+    ]
 
 
 def test_an_svg_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

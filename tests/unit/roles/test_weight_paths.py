@@ -9,7 +9,8 @@ from verl.config import PPOConfig
 from verl.errors import ConfigError
 from verl.flow.placement import Placement
 from verl.generation.vllm.delivery import WeightTransfer
-from verl.roles.weight_paths import refuse_transfer, sender_of
+from verl.reshard.boxes import sender_of
+from verl.roles.weight_paths import refuse_transfer
 
 
 def _refused(

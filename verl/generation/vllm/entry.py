@@ -8,14 +8,14 @@ import os
 import signal
 import sys
 
-from verl.generation.vllm.tree import die_with_parent
+from verl.processes import die_with
 
 if __name__ == "__mp_main__":
     # A tensor-parallel worker: multiprocessing has just started it, and has it import this module before anything else.
     # Its parent is the engine process, which leads the session.
-    die_with_parent(os.getsid(0))
+    die_with(os.getsid(0), signal.SIGKILL)
 elif __name__ == "__main__":
-    die_with_parent(int(sys.argv[2]))
+    die_with(int(sys.argv[2]), signal.SIGKILL)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # Child.dump_stacks
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
-import signal
 from collections.abc import Iterable
 from pathlib import Path
-
-_PR_SET_PDEATHSIG = 1
 
 _SHARED_MEMORY = Path("/dev/shm")
 # What vLLM makes there and may leave: message queues (Python's SharedMemory) and the CPU's tensor-parallel exchange.
 _SEGMENT_NAME = re.compile(r"/dev/shm/(psm_\w+|\S+-cpushm\S*)")
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when the thread that started it ends; end now if `parent` is gone."""
-    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError("prctl(PR_SET_PDEATHSIG) failed: the engine could outlive its rank")
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def session_members(session: int) -> list[int]:

@@ -48,13 +48,15 @@ def wrong_package() -> str | None:
 
 
 def main() -> int:
-    if wrong := wrong_package():
-        sys.stderr.write(f"{wrong}\n")
-        return 2
     from verl.cli import command_line
 
     return command_line.run(recorded_train, sys.argv[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if wrong := wrong_package():
+        sys.stderr.write(f"{wrong}\n")
+        sys.exit(2)
+    from verl.processes import exit_with
+
+    exit_with(main)

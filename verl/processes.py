@@ -1,11 +1,15 @@
-"""Linux processes that must not outlive others: which signal a parent's end sends, and the end of all descendants."""
+"""How Linux processes end: by themselves, with their parent, and with all of their descendants."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
+import sys
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 import psutil
 
@@ -13,6 +17,27 @@ KILL_SECONDS = 10.0
 """For what was killed to be gone."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Runs `main` and exits with what it returns, after all exit handlers that are set from here on, and without
+    taking the interpreter apart.
+
+    A thread of gloo may have a tensor of the last message to release yet. Python before 3.14 ends a thread that asks
+    for its lock in the midst of finalisation, which C++ makes an abort of: a run that is done would have failed.
+    """
+    returned: list[int] = []
+
+    def leave() -> None:
+        if returned:  # otherwise an exception is on its way out
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more; it has been closed
+                    stream.flush()
+            os._exit(returned[0])
+
+    atexit.register(leave)  # the first that is set is the last that runs
+    returned.append(main())
+    sys.exit(returned[0])
 
 
 def die_with(parent: int, number: int) -> None:

@@ -10,7 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import train_ppo
 from tests.support.faults import Fault
+from verl.processes import exit_with
 
 if __name__ == "__main__":
     Fault.parse(os.environ["VERL_TEST_FAULT"]).install()
-    sys.exit(train_ppo.main())
+    exit_with(train_ppo.main)

@@ -17,8 +17,8 @@ def spanning(job: Job) -> Iterator[str]:
     placement, spec = job.placements["rollout"], job.spec("rollout")
     if _in_ranks(spec):
         return
-    for number in range(placement.dp):
-        ranks = placement.ranks[number * placement.tp : (number + 1) * placement.tp]
+    for number, leader in enumerate(placement.leaders):
+        ranks = placement.replica(leader)
         nodes = dict.fromkeys(job.node_of[rank] for rank in ranks)
         if len(nodes) > 1:
             devices = ", ".join(job.device(rank) for rank in ranks)

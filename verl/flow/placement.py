@@ -92,6 +92,11 @@ class Placement:
         rest, cp = divmod(rest, self.cp)
         return Coordinate(rest // self.dp, rest % self.dp, tp, cp)
 
+    def replica(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the rollout's engine that `rank` is a part of: its tensor-parallel group."""
+        start = self.ranks.index(rank) // self.tp * self.tp
+        return self.ranks[start : start + self.tp]
+
     @property
     def inputs(self) -> Home:
         """Who takes input rows: every rank of a data-parallel index, on all stages, which need the rows' lengths."""

@@ -44,8 +44,7 @@ def sharing(rollout: Placement, others: Sequence[Placement], rank: int) -> Shari
     """The replica that `rank` belongs to, where it has to share; None: it has its devices for itself, or is none."""
     if rank not in rollout.ranks:
         return None
-    start = rollout.ranks.index(rank) // rollout.tp * rollout.tp
-    replica = rollout.ranks[start : start + rollout.tp]
+    replica = rollout.replica(rank)
     shared = any(set(replica) & set(other.ranks) for other in others)
     return Sharing(replica, replica[0]) if shared else None
 

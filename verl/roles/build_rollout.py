@@ -199,7 +199,6 @@ def _vllm_engine(
     job: Job,
 ) -> VllmEngine:
     replica = placement.leaders.index(job.rank)
-    peers = placement.ranks[replica * placement.tp : (replica + 1) * placement.tp]
     options = VllmOptions(
         model_path=str(folder),
         dtype=str(torch_dtype(spec.dtype)).removeprefix("torch."),
@@ -209,7 +208,9 @@ def _vllm_engine(
         enable_prefix_caching=spec.enable_prefix_caching,
         engine_kwargs=spec.engine_kwargs,
         # the replica's ranks are neighbours on one node, each on the device of its local rank
-        devices=tuple(job.local_rank + peer - job.rank for peer in peers) if job.device.type == "cuda" else (),
+        devices=tuple(job.local_rank + peer - job.rank for peer in placement.replica(job.rank))
+        if job.device.type == "cuda"
+        else (),
         shares_devices=shares,
         threads=config.rollout.cpu_threads or max(1, len(os.sched_getaffinity(0)) // (replicas_here * placement.tp)),
         seed=config.trainer.seed,
@@ -235,8 +236,7 @@ def generating_peers(engines: Engines, placement: Placement, job: Job) -> list[i
     """The other ranks of this rank's replica where they generate in their own processes, all at once."""
     if engines.in_process is None:
         return []
-    start = placement.ranks.index(job.rank) // placement.tp * placement.tp
-    return [rank for rank in placement.ranks[start : start + placement.tp] if rank != job.rank]
+    return [rank for rank in placement.replica(job.rank) if rank != job.rank]
 
 
 def share_weights(engines: Engines, actor: Actor, boxes_here: Mapping[str, Box], job: Job) -> None:

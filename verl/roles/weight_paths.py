@@ -68,7 +68,7 @@ def make_path(
 def _await_replica(rollout: Placement, groups: Groups | None, job: Job) -> None:
     """A barrier of the ranks of one replica."""
     assert groups is not None, "it is one of them"
-    peers = [rank for rank in _replica(rollout, job.rank) if rank != job.rank]
+    peers = [rank for rank in rollout.replica(job.rank) if rank != job.rank]
     with job.board.waiting(peers, "its replica's buckets"):
         dist.all_reduce(torch.zeros(1), group=groups.mesh["tp"].get_group())  # on the CPU, so by gloo
 
@@ -90,12 +90,6 @@ def refuse_transfer(
             f"actor.devices are all in rollout.devices (ranks {', '.join(map(str, actor.ranks))}); "
             f"set rollout.weight_transfer={WeightTransfer.ipc}"
         )
-
-
-def _replica(rollout: Placement, rank: int) -> tuple[int, ...]:
-    """The ranks of the one that it belongs to."""
-    start = rollout.ranks.index(rank) // rollout.tp * rollout.tp
-    return rollout.ranks[start : start + rollout.tp]
 
 
 def through_node_memory(
@@ -136,7 +130,7 @@ def on_own_devices(
         return WeightPath(domains, {}, None, 0, on_host=False)
     delivery = None
     if job.rank in rollout.leaders:
-        delivery = Delivery.on_devices(layouts, dict(everywhere[rank] for rank in _replica(rollout, job.rank)))
+        delivery = Delivery.on_devices(layouts, dict(everywhere[rank] for rank in rollout.replica(job.rank)))
     (here,) = (domain for domain in domains if job.rank in domain.members)
     targets = {here.name: slots.tensors}
     return WeightPath(

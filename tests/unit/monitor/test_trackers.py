@@ -20,6 +20,7 @@ os.environ.pop("OMP_NUM_THREADS")
 from accelerate import PartialState
 from accelerate.tracking import GeneralTracker, register_tracker_class
 from verl.monitor.trackers import Trackers
+from verl.processes import exit_with
 
 started = []
 
@@ -51,6 +52,7 @@ tracker.close()
 assert started == ([0] if rank == 0 else [])
 dist.destroy_process_group()
 os.write(1, f"rank {rank} done ".encode())  # in one piece: the ranks share the pipe
+exit_with(lambda: 0)  # as train_ppo.py ends: threads of the group, which `before` holds, live yet
 """
 
 

@@ -49,7 +49,9 @@ def wrong_package() -> str | None:
 
 def main() -> int:
     from verl.cli import command_line
+    from verl.engine.host_memory import ask_for_huge_pages
 
+    ask_for_huge_pages()
     return command_line.run(recorded_train, sys.argv[1:])
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from verl.config import AdvantageEstimator, KLController, KLEstimator, PPOConfig, Resume, leaves
+from verl.config import AdvantageEstimator, KLController, KLEstimator, MismatchCorrection, PPOConfig, Resume, leaves
 
 
 class Rule(NamedTuple):
@@ -163,6 +163,20 @@ def _combination_problems(config: PPOConfig, dp: dict[str, int]) -> Iterator[str
             f"rollout.n=1: {estimator} compares the responses of one prompt, and one response has advantage 0; "
             "set rollout.n=2 or more"
         )
+    if not config.algorithm.recompute_old_logprobs:
+        name, remedy = "algorithm.recompute_old_logprobs=false", "or set algorithm.recompute_old_logprobs=true"
+        correction = config.actor.mismatch_correction
+        if correction is not MismatchCorrection.none:
+            yield (
+                f"{name}: actor.mismatch_correction={correction} compares the actor's old log-probs with the engine's, "
+                f"and there would be the engine's alone; set it to none, {remedy}"
+            )
+        if config.rollout.top_p < 1 or config.rollout.top_k > 0:
+            yield (
+                f"{name}: with rollout.top_p={config.rollout.top_p:g}, top_k={config.rollout.top_k} the engine's "
+                "log-probs are of a truncated distribution, and the policy's of the whole one; set rollout.top_p=1 and "
+                f"rollout.top_k=0, {remedy}"
+            )
     if config.trainer.critic_warmup > 0 and not config.needs_critic:
         yield f"trainer.critic_warmup={config.trainer.critic_warmup}: there is no critic with {estimator}; set it to 0"
     for role, lora in (("actor", config.actor.lora), ("critic", config.critic.lora)):

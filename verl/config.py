@@ -291,6 +291,8 @@ class AlgorithmConfig:
     """Whiten the step's advantages over all trainable tokens."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo: divide by the group's standard deviation (off: Dr. GRPO)."""
+    recompute_old_logprobs: bool = True
+    """Take old log-probs from the actor, in a forward pass of their own; off: from the engine that sampled (the whole distribution's: top_p 1, top_k 0). Saves the pass, and the engine's error goes unseen into ratios and the KL penalty."""
     kl_penalty: KLEstimator = KLEstimator.k1
     """Estimator of the KL penalty in the reward."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)

@@ -21,9 +21,10 @@ def ppo_step(prompts: PromptBatch, roles: Roles, hand_over: Exchange, config: PP
     responses = rollout.generate(prompts, config.rollout, config.rollout.n, key="train", on_sample=reward.submit)
     responses = hand_over(responses, to=(actor, critic, reference, reward))
 
+    recomputes = config.algorithm.recompute_old_logprobs
     experience = Experience(
         responses,
-        old_logprobs=actor.logprobs(responses),
+        old_logprobs=actor.logprobs(responses) if recomputes else responses.rollout_logprobs,
         ref_logprobs=reference.logprobs(responses) if reference else None,
         values=critic.values(responses) if critic else None,
         scores=reward.scores(prompts, responses),

@@ -79,6 +79,18 @@ def test_every_placement_samples_the_tokens_of_one_process(name: str, task: Task
     assert not differences, "\n".join(differences)
 
 
+def test_the_engines_log_probs_in_place_of_recomputed_ones(task: Task, alone: list[dict[str, Any]]) -> None:
+    """Both engines compute in float32 here, so that the two are alike."""
+    ranks, mesh = layout("disjoint")
+    settings = {"algorithm__recompute_old_logprobs": False, "debug__replay_rollouts": str(task.folder / "recorded")}
+    lines = run(task.config("engine's", trainer__total_training_steps=3, **settings), mesh, ranks)
+    for line, expected in zip(lines, alone[:3], strict=True):
+        for loss in LOSSES:
+            assert line[loss] == pytest.approx(expected[loss], rel=1e-3, abs=1e-5), (line["step"], loss)
+        assert "timing_s/old_log_prob" in expected and "rollout/kl" in expected
+        assert "timing_s/old_log_prob" not in line and "rollout/kl" not in line
+
+
 def samples(folder: Path) -> dict[int, dict[str, Any]]:
     lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
     return {line["seed"]: line for line in lines}

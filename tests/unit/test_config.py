@@ -122,6 +122,18 @@ CONTRADICTIONS = [
         "more",
     ),
     (
+        {"algorithm__recompute_old_logprobs": False, "actor__mismatch_correction": "truncate"},
+        "algorithm.recompute_old_logprobs=false: actor.mismatch_correction=truncate compares the actor's old log-probs "
+        "with the engine's, and there would be the engine's alone; set it to none, or set "
+        "algorithm.recompute_old_logprobs=true",
+    ),
+    (
+        {"algorithm__recompute_old_logprobs": False, "rollout__top_p": 0.9},
+        "algorithm.recompute_old_logprobs=false: with rollout.top_p=0.9, top_k=0 the engine's log-probs are of a "
+        "truncated distribution, and the policy's of the whole one; set rollout.top_p=1 and rollout.top_k=0, or set "
+        "algorithm.recompute_old_logprobs=true",
+    ),
+    (
         {"algorithm__adv_estimator": "grpo", "rollout__n": 2, "trainer__critic_warmup": 3},
         "trainer.critic_warmup=3: there is no critic with grpo; set it to 0",
     ),

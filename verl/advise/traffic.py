@@ -64,7 +64,8 @@ def hand_overs(job: Job, config: PPOConfig) -> list[HandOver]:
     step = _Step(job, config)
     step.made("rollout", "prompt_ids", "response_ids", "rollout_logprobs", "ended", "weight", "version")
     step.hand_over(present)
-    step.made("actor", "old_logprobs")
+    if config.algorithm.recompute_old_logprobs:  # else they are the rollout's, which all have by now
+        step.made("actor", "old_logprobs")
     if "reference" in places:
         step.made("reference", "ref_logprobs")
     if "critic" in places:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -38,7 +40,29 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             # gloo has no scaled sum, which a divide factor alone would ask for
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:
+                module.set_gradient_divide_factor(1.0)
+            else:  # FSDP would divide even so, into new memory, and then copy
+                module.set_custom_reduce_scatter(cast(Any, _OneRank()))
+
+
+class _OneRank:
+    """Of one rank the sum is what goes into it: FSDP copies its input to its output, which here are one tensor."""
+
+    def __init__(self) -> None:
+        self._given: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Called for the input, then for the output."""
+        if self._given is None:
+            self._given = torch.empty(*size, dtype=dtype, device=device)
+            return self._given
+        given, self._given = self._given, None
+        assert given.shape == torch.Size(size) and given.dtype == dtype, "the output of another input"
+        return given
+
+    def __call__(self, output_tensor: Tensor, *_: object, **__: object) -> None:
+        raise AssertionError("one rank sends nothing")
 
 
 def decoder_layers(model: HeadedModel) -> list[nn.Module]:

@@ -44,13 +44,13 @@ def describe(experience: Experience, at: Placement, judged: Judged, metrics: Met
     if experience.ref_logprobs is not None:
         metrics.mean("actor/reward_kl_penalty", judged.kl, tokens)
         metrics.last("actor/reward_kl_penalty_coeff", judged.kl_coef)
-    _describe_mismatch(experience, at, tokens, metrics)
 
 
-def _describe_mismatch(experience: Experience, at: Placement, tokens: Tensor, metrics: Metrics) -> None:
+def describe_mismatch(experience: Experience, at: Placement, metrics: Metrics) -> None:
     """How far the trainer's log-probs are from those that the engine sampled with."""
-    old = experience.old_logprobs.on(at).values
-    rollout = experience.responses.rollout_logprobs.on(at).values
+    responses = experience.responses
+    tokens = responses.weight.on(at).spread(responses.response_ids.on(at))
+    old, rollout = experience.old_logprobs.on(at).values, responses.rollout_logprobs.on(at).values
     gap = torch.where(tokens != 0, old - rollout, 0.0).abs()
     metrics.mean("rollout/logprob_gap_mean", gap, tokens)
     metrics.max("rollout/logprob_gap_max", gap.max() if len(gap) else 0.0)

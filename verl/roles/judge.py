@@ -14,7 +14,7 @@ from verl.config import AdvantageEstimator, AlgorithmConfig, KLController
 from verl.flow.batch import Experience, Rows
 from verl.flow.placement import Groups, Placement
 from verl.monitor.metrics import Metrics
-from verl.roles.describe import Judged, describe
+from verl.roles.describe import Judged, describe, describe_mismatch
 from verl.roles.role import Here, Role
 
 Controller = FixedKL | AdaptiveKL
@@ -84,6 +84,8 @@ class Judge(Role):
         advantages = torch.where(token_weight != 0, advantages, 0.0)
         judged = Judged(rewards, advantages, None if returns is None else returns.values, kl, self.controller.coef)
         describe(experience, self.placement, judged, metrics)
+        if self.config.recompute_old_logprobs:
+            describe_mismatch(experience, self.placement, metrics)
         self._control(kl, ids, weight.scalar())
         return ids.like(advantages), returns
 

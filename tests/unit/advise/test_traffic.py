@@ -44,6 +44,13 @@ def test_the_hand_overs_of_a_step():
     assert steps[5].columns == ("values", "advantages", "returns")
 
 
+def test_the_engines_log_probs_are_sent_once():
+    config = replace(CONFIG, algorithm=AlgorithmConfig(recompute_old_logprobs=False))
+    assert [step for step in hand_overs(job_of(SPLIT), CONFIG) if step.source != "actor"] == hand_overs(
+        job_of(SPLIT), config
+    )
+
+
 def test_one_process_sends_nothing():
     text = "actor: {devices: [0]}\ncritic: {devices: [0]}\nrollout: {devices: [0]}"
     assert all(step.messages == () for step in hand_overs(job_of(text), CONFIG))

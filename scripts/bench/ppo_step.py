@@ -3,8 +3,9 @@
     python -m scripts.bench.ppo_step [--model FOLDER] [--trl-venv FOLDER]
 
 Both sides train policy and value model (float32 parameters, bfloat16 computation) with a reference and a reward model,
-four copies of one backbone, on the same prompts: one epoch, one mini-batch, temperature 1, KL penalty 0.05. TRL runs as
-one process with two threads, at which it is faster on two cores than as two processes; it gets an environment of its
+four copies of one backbone, on the same prompts: one epoch, one mini-batch, temperature 1, KL penalty 0.05. Both take
+old log-probs from what generated, as TRL always does; with --recompute ours takes them from the actor. TRL runs as one
+process with two threads, at which it is faster on two cores than as two processes; it gets an environment of its
 own in .venv-trl/, of the last version that has a PPO trainer. Runs of the two sides take turns, and a run's first step
 is left out.
 
@@ -41,10 +42,13 @@ MESH = {
     "actor": {"devices": [0]},
     "reward": {"devices": [0]},
     "critic": {"devices": [1]},
-    "reference": {"devices": [1]},
+    "reference": {"devices": [0, 1], "parallelism": {"fsdp_size": 1}},
     "rollout": {"devices": [0], "backend": "auto", "max_num_seqs": BATCH},
 }
-"""Two forwards and an update on each rank, no gradient between them, and both cores for the engine while they wait."""
+"""A forward, half of the reference's and an update on each rank, no gradient between them, and both cores for the engine
+while they wait."""
+RECOMPUTES = {"reference": {"devices": [1]}}
+"""Where the first rank has the actor's forward to do, too."""
 
 FACTS = (
     "Water boils at 100 degrees at sea level.", "Paris is the capital of France.", "Honey bees live with one queen.",
@@ -130,6 +134,7 @@ class Contest:
     python: Path
     """TRL's."""
     mesh: dict[str, dict[str, Any]]
+    recomputes: bool
     lengths: dict[str, list[float]]
     """Mean response length of each step, by side."""
 
@@ -154,6 +159,7 @@ class Contest:
             "actor.optim.lr": LEARNING_RATE,
             "critic.optim.lr": LEARNING_RATE,
             "algorithm.kl_ctrl.kl_coef": KL,
+            "algorithm.recompute_old_logprobs": self.recomputes,
             "rollout.stop_token_ids": [full_stop(self.model)] if self.case.stops else [],
             "rollout.ignore_eos": not self.case.stops,
             "trainer.total_training_steps": self.num_steps,
@@ -204,13 +210,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument("--case", action="append", choices=[case.name for case in CASES], help="repeatable; both")
     arguments.add_argument("--steps", type=at_least(2), help="of a run, the first of which does not count; default 5")
     arguments.add_argument("--compiled", action="store_true", help="vLLM compiles the model (a minute at each start)")
+    arguments.add_argument("--recompute", action="store_true", help="old log-probs of ours come from the actor")
     arguments.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl", help="TRL's environment")
     given = arguments.parse_args(argv)
     repetitions = given.repetitions or (1 if given.quick else 3)
     num_steps = given.steps or (2 if given.quick else 5)
     model = model_folder(given.model, given.quick)
     reward = make_reward_model(model, OUT / "reward_model")
-    mesh = dict(MESH)
+    mesh = MESH | (RECOMPUTES if given.recompute else {})
     if given.compiled:
         mesh["rollout"] = {**MESH["rollout"], "engine_kwargs": {"enforce_eager": False}}
     python = trl_python(given.trl_venv)
@@ -229,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 num_steps=num_steps,
                 python=python,
                 mesh=mesh,
+                recomputes=given.recompute,
                 lengths={"ours": [], "TRL": []},
             )
             measure(table, contest, repetitions)

@@ -96,8 +96,9 @@ def test_what_it_is_not_made_for_is_left_to_sdpa(case: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", sorted(set(CONFIGS) - {"gemma2"}))
-def test_a_model_with_it_learns_what_one_with_sdpa_does(architecture: str) -> None:
-    """Two sequences in a packed row; gemma3 also has layers with a sliding window."""
+def test_a_model_with_it_learns_what_one_with_transformers_own_does(architecture: str) -> None:
+    """Two sequences in a packed row; gemma3 also has layers with a sliding window. Held against `eager`, which rounds
+    alike, so that experts are chosen alike."""
     special = {"sliding_window": 4, "query_pre_attn_scalar": DIM} if architecture == "gemma3" else {}
     config: PreTrainedConfig = CONFIGS[architecture](
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -106,12 +107,12 @@ def test_a_model_with_it_learns_what_one_with_sdpa_does(architecture: str) -> No
     ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(7), torch.arange(5)]).expand(2, -1)
     grads = {}
-    for kernel in ("sdpa", CPU_ATTENTION):
+    for kernel in ("eager", CPU_ATTENTION):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=kernel)
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         logits.float().log_softmax(-1)[..., 0].sum().backward()
         grads[kernel] = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
-    assert grads["sdpa"].keys() == grads[CPU_ATTENTION].keys()
-    for name, expected in grads["sdpa"].items():
+    assert grads["eager"].keys() == grads[CPU_ATTENTION].keys()
+    for name, expected in grads["eager"].items():
         assert (grads[CPU_ATTENTION][name] - expected).norm() <= 0.05 * expected.norm(), name

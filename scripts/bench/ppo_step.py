@@ -45,8 +45,8 @@ MESH = {
     "reference": {"devices": [0, 1], "parallelism": {"fsdp_size": 1}},
     "rollout": {"devices": [0], "backend": "auto", "max_num_seqs": BATCH},
 }
-"""A forward, half of the reference's and an update on each rank, no gradient between them, and both cores for the engine
-while they wait."""
+"""On each rank a forward, half of the reference's and an update, no gradient between them, and both cores for the
+engine while they wait."""
 RECOMPUTES = {"reference": {"devices": [1]}}
 """Where the first rank has the actor's forward to do, too."""
 

@@ -16,8 +16,7 @@ from verl.generation.vllm.delivery import Delivery
 from verl.generation.vllm.engine import VllmEngine
 from verl.generation.vllm.options import VllmOptions
 from verl.model.load import parameter_shapes, read_config
-from verl.reshard.buckets import cut_buckets
-from verl.roles.weight_paths import SLOTS
+from verl.reshard.buckets import SLOTS, cut_buckets
 
 START_SECONDS = 600.0
 DTYPE = torch.bfloat16
@@ -42,19 +41,21 @@ def start_vllm(options: VllmOptions, folder: Path, name: str) -> tuple[VllmEngin
 
 def load(engine: VllmEngine, memory: WeightBuffer, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
     """A bucket is written while the engine takes the one before. Seconds that this process spent in each part."""
-    began, writing, waiting = time.perf_counter(), 0.0, 0.0
-    engine.begin_load()
+    began, writing, telling, waiting = time.perf_counter(), 0.0, 0.0, 0.0
+    beginning = seconds(engine.begin_load)
     for number in range(len(memory.buckets)):
         if number >= memory.slots:
             waiting += seconds(engine.await_bucket)
         writing += seconds(lambda number=number: _copy(memory.tensors(number), weights))
-        engine.take_bucket(number)
+        telling += seconds(lambda number=number: engine.take_bucket(number))
     for _ in range(min(memory.slots, len(memory.buckets))):
         waiting += seconds(engine.await_bucket)
     committing = seconds(lambda: engine.commit(version))
     return {
         "all": time.perf_counter() - began,
+        "beginning": beginning,
         "writing buckets": writing,
+        "telling the engine, which begins on the same cores": telling,
         "waiting for the engine to take them": waiting,
         "commit": committing,
     }

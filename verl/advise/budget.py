@@ -15,7 +15,10 @@ from verl.checks import mini_batches
 from verl.config import PPOConfig
 from verl.flow.place import reference_is_actor
 from verl.generation.residency import sharing
+from verl.generation.vllm.delivery import WeightTransfer
 from verl.mesh.spec import RolloutSpec
+from verl.reshard.boxes import sender_of
+from verl.reshard.buckets import SLOTS, cut_buckets, largest_bucket
 
 TRAINED = ("actor", "critic")
 ITEMSIZE = {None: 2, "bfloat16": 2, "float16": 2, "float32": 4}
@@ -86,15 +89,18 @@ def budgets(job: Job, models: Mapping[str, ModelShape], config: PPOConfig, devic
     modelled = [place for role, place in job.placements.items() if role != "rollout" and role in models]
 
     @cache
-    def need(role: str, stage: int, shares: bool, leave: bool) -> Need:
+    def need(role: str, stage: int, shares: bool, leave: bool, sends: bool) -> Need:
         if role == "rollout":
-            return _engine(job, models[role], config, device_memory, shares)
+            return _with_buckets(_engine(job, models[role], config, device_memory, shares), job, models[role], config)
         found = trainer(job, role, stage, models[role], config)
+        if role == "actor" and sends:
+            slots = {"buckets of weights to send": SLOTS * _bucket_bytes(job, models[role], config)}
+            found = replace(found, stays={**found.stays, **slots})
         if not leave:
             return found
         return replace(found, on_host={**found.on_host, "all else while the rollout works": sum(found.stays.values())})
 
-    alike: dict[tuple[bool, bool, tuple[tuple[str, int], ...]], list[int]] = {}
+    alike: dict[tuple[bool, bool, bool, tuple[tuple[str, int], ...]], list[int]] = {}
     for process in job.processes:
         places = tuple(
             (role, job.placements[role].coordinate(process.rank).pp)
@@ -103,18 +109,45 @@ def budgets(job: Job, models: Mapping[str, ModelShape], config: PPOConfig, devic
         )
         if places:
             turns = sharing(job.placements["rollout"], modelled, process.rank) is not None
-            kind = turns and runs_vllm(job), turns and config.rollout.offload_trainers, places
+            sends = process.rank == _sender(job, config)
+            kind = turns and runs_vllm(job), turns and config.rollout.offload_trainers, sends, places
             alike.setdefault(kind, []).append(process.rank)
     return [
         Budget(
             tuple(ranks),
-            {role: need(role, stage, shares, leave) for role, stage in places},
+            {role: need(role, stage, shares, leave, sends) for role, stage in places},
             processes=2 if runs_vllm(job) and "rollout" in dict(places) else 1,
             shares=shares,
             leave=leave,
         )
-        for (shares, leave, places), ranks in alike.items()
+        for (shares, leave, sends, places), ranks in alike.items()
     ]
+
+
+def _with_buckets(engine: Need, job: Job, model: ModelShape, config: PPOConfig) -> Need:
+    """With what of a load is on the engine's device; of weights that come from the node's memory that is nothing."""
+    transfer = WeightTransfer(config.rollout.weight_transfer)
+    if not runs_vllm(job) or transfer is WeightTransfer.node_memory:
+        return engine
+    bucket = _bucket_bytes(job, model, config)
+    # the rank's own memory, which vLLM's sleep does not touch, and what the engine copies to or receives into
+    slots = {"buckets of weights": SLOTS * bucket} if transfer is WeightTransfer.ipc else {}
+    taken_in = {"a bucket taken in": bucket}
+    return replace(engine, stays={**engine.stays, **slots}, at_work={**engine.at_work, **taken_in})
+
+
+def _bucket_bytes(job: Job, model: ModelShape, config: PPOConfig) -> int:
+    itemsize = ITEMSIZE[job.spec("rollout").dtype]
+    return largest_bucket(
+        cut_buckets(model.shapes, itemsize, config.rollout.reshard_bucket_mib << 20), model.shapes, itemsize
+    )
+
+
+def _sender(job: Job, config: PPOConfig) -> int | None:
+    """The rank whose device sends weights to all engines."""
+    if not runs_vllm(job) or config.rollout.weight_transfer != WeightTransfer.nccl:
+        return None
+    return sender_of(job.placements["rollout"], job.placements["actor"])
 
 
 def runs_vllm(job: Job) -> bool:

@@ -13,7 +13,7 @@ from verl.flow.placement import Home
 from verl.flow.plan import plan as plan_rows
 from verl.mesh.spec import RolloutSpec
 from verl.reshard.boxes import device_domains, generation_domains, node_domains, sender_of, training_boxes
-from verl.reshard.buckets import cut_buckets, largest_bucket
+from verl.reshard.buckets import SLOTS, cut_buckets, largest_bucket
 from verl.reshard.layout import Domain, Shards
 from verl.reshard.plan import plan as plan_weights
 
@@ -107,10 +107,10 @@ def _domains(job: Job, model: ModelShape, transfer: str) -> list[Domain]:
         return generation_domains(model.shapes, model.config, rollout)
     sender = sender_of(rollout, actor)
     if transfer == "ipc":
-        return device_domains(model.shapes, rollout.ranks, slots=2)
+        return device_domains(model.shapes, rollout.ranks, slots=SLOTS)
     if transfer == "nccl" and sender is not None:  # else a run refuses it
-        return device_domains(model.shapes, [sender], slots=2)
-    return node_domains(model.shapes, rollout.leaders, job.node_of, slots=2)
+        return device_domains(model.shapes, [sender], slots=SLOTS)
+    return node_domains(model.shapes, rollout.leaders, job.node_of, slots=SLOTS)
 
 
 def between_nodes(job: Job, messages: Sequence[Message]) -> int:

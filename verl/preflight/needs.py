@@ -13,6 +13,7 @@ from verl.mesh.spec import MeshSpec, RoleSpec, RolloutSpec
 from verl.preflight.compare import Problem, node_names
 from verl.preflight.facts import Facts
 from verl.preflight.files import ModelSize
+from verl.reshard.buckets import SLOTS
 
 MIB, GIB = 1 << 20, 1 << 30
 NCCL_SHM = 32 * MIB
@@ -27,8 +28,6 @@ MOMENT_BYTES = 8
 """Of these the moments."""
 COPY_BYTES = 12
 """All of it but the gradient: what there is between two steps, and so what a copy of a role has."""
-SLOTS = 2
-"""Buckets of weights under way to the engines of a node, which are in its memory."""
 KV_BYTES = 512 * MIB
 """KV cache of a vLLM replica on a CPU, where engine_kwargs.kv_cache_memory_bytes does not say it."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, None: 2}

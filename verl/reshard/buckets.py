@@ -11,6 +11,8 @@ from verl.reshard.layout import Shapes
 Buckets = tuple[tuple[str, ...], ...]
 """The parameters of each bucket."""
 
+SLOTS = 2
+"""Buckets that a memory which engines read has room for: one is written while they read the other."""
 _BLOCK = re.compile(r"(.*?\.\d+\.[^.]+)\.")
 """A layer's attention or MLP, of which engines fuse parts: q, k and v into one matrix, all experts into another."""
 

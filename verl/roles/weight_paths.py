@@ -19,11 +19,9 @@ from verl.generation.vllm.engine import VllmEngine
 from verl.generation.vllm.readers import Sender, Sent, Shown
 from verl.generation.vllm.slots import DeviceSlots
 from verl.reshard.boxes import device_domains, node_domains, sender_of
+from verl.reshard.buckets import SLOTS
 from verl.reshard.execute import Reader, Target
 from verl.reshard.layout import Domain, Shapes
-
-SLOTS = 2
-"""Buckets that there is room for: one is written while the engines read the other."""
 
 
 @dataclass(frozen=True)

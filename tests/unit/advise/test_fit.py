@@ -60,6 +60,23 @@ def test_the_torch_backend_shares_its_process():
     assert budget.processes == 1 and not budget.shares
 
 
+@pytest.mark.parametrize(
+    ("transfer", "of_actor", "of_engine"), [("node_memory", {}, (0, 0)), ("ipc", {}, (2, 1)), ("nccl", {0: 2}, (0, 1))]
+)
+def test_buckets_of_a_load_are_on_the_devices_that_it_goes_through(transfer, of_actor, of_engine):
+    """All of this model is one bucket: 2 bytes for each of its parameters."""
+    attention, mlp, norms = 2 * 48 * 48 + 2 * 16 * 48, 3 * 48 * 112, 2 * 48
+    whole = 2 * (2 * 320 * 48 + 3 * (attention + mlp + norms) + 48)
+    _, by_ranks = found(SPLIT, config=PPOConfig(rollout=RolloutConfig(weight_transfer=transfer)))
+    by_rank = {rank: budget for budget in by_ranks for rank in budget.ranks}
+    for rank in (0, 1):
+        sent = by_rank[rank].needs["actor"].stays.get("buckets of weights to send", 0)
+        assert sent == of_actor.get(rank, 0) * whole
+    engine = by_rank[3].needs["rollout"]
+    assert (engine.term("buckets of weights"), engine.term("a bucket taken in")) == tuple(n * whole for n in of_engine)
+    assert engine.term("weights") == whole
+
+
 def test_tokens_of_a_device():
     config = PPOConfig(
         data=DataConfig(train_batch_size=32, max_prompt_length=100, max_response_length=150),

@@ -33,7 +33,7 @@ def fly(spoil: Spoil, run_dir: Path, nodes: int) -> str:
     devices = [f"n{i}:0" for i in range(nodes)] if nodes > 1 else [0, 1]
     mesh = parse_value({role: {"devices": devices} for role in ("actor", "critic", "rollout")}, "test")
     try:
-        job = start_job(20.0, check_program=False, admit=lambda meeting: check_cluster(config, mesh, meeting))
+        job = start_job(300, check_program=False, admit=lambda meeting: check_cluster(config, mesh, meeting))
     except SharedError as error:
         return str(error)
     job.close()

@@ -58,7 +58,7 @@ def samples(engine: TorchEngine, settings: Sampling) -> dict[int, Sample]:
 
 
 def generate(folder: Path, ranks: tuple[int, ...]) -> dict[str, dict[int, Sample]]:
-    job = start_job(30, check_program=False)
+    job = start_job(300, check_program=False)
     engine = made(folder, job, ranks)
     drawn = {name: samples(engine, settings) for name, settings in SETTINGS.items()}
     job.close()
@@ -97,7 +97,7 @@ def test_a_split_replica_samples_what_a_whole_one_samples(
 
 
 def break_one(folder: Path) -> None:
-    job = start_job(30, check_program=False)
+    job = start_job(300, check_program=False)
     engine = made(folder, job, (0, 1))
     if job.rank == 1:
         engine.weights()["model.norm.weight"].fill_(float("nan"))
@@ -113,7 +113,7 @@ def test_weights_that_are_broken_on_one_rank_end_all_ranks(folder: Callable[[str
 
 
 def refuse(folder: Path) -> str:
-    job = start_job(30, check_program=False)
+    job = start_job(300, check_program=False)
     with pytest.raises(UserError) as refused:
         made(folder, job, (0, 1, 2))
     job.close()

@@ -108,7 +108,7 @@ class DiesWithin:
 
 def run_case(case: Case, folder: Path, dies: int | None = None) -> None:
     """On every rank."""
-    job = start_job(60.0, check_program=False)
+    job = start_job(300, check_program=False)
     path = _make_path(case, job)
     engine = _start_engine(case, path, folder, job)
     if engine is not None:

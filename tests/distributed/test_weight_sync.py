@@ -333,7 +333,7 @@ def check_results(setup: Setup, limit: int, results: Sequence[Result]) -> None:
 
 
 def load_layouts(setups: list[AnySetup], limit: int) -> list[Result]:
-    job = start_job(30, check_program=False)
+    job = start_job(300, check_program=False)
     results = [load_and_count(Side(setup, job, limit)) for setup in setups]
     job.close()
     return results

@@ -11,30 +11,31 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SCRIPT = """
-import re
 from verl.engine.host_memory import ask_for_huge_pages
 ask_for_huge_pages()
 import torch
-def huge():
-    return int(re.search(r"AnonHugePages: +([0-9]+) kB", open("/proc/self/smaps_rollup").read())[1]) >> 10
-before = huge()
 tensor = torch.ones(64 << 18)
-print(huge() - before)
+middle = tensor.data_ptr() + tensor.nbytes // 2
+inside = False
+for line in open("/proc/self/smaps"):
+    first, *others = line.split()
+    if "-" in first and not first.endswith(":"):
+        low, high = (int(end, 16) for end in first.split("-"))
+        inside = low <= middle < high
+    elif inside and first == "VmFlags:":
+        print("hg" in others)  # advised: huge
 """
 
 
-def grown_by(**environment: str) -> int:
-    """MiB in huge pages that a tensor of 64 MiB has brought."""
+def asks(**environment: str) -> str:
+    """Whether the memory of a tensor of 64 MiB is asked for in huge pages. How many come is the kernel's affair."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment
     )
     assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    return done.stdout.strip()
 
 
-@pytest.mark.skipif(
-    not SWITCH.exists() or "[madvise]" not in SWITCH.read_text(), reason="huge pages are not given on request here"
-)
+@pytest.mark.skipif(not SWITCH.exists(), reason="this kernel has no huge pages")
 def test_tensors_lie_in_huge_pages_unless_the_environment_says_otherwise():
-    assert grown_by() >= 32  # of what the kernel finds free; it need not have all
-    assert grown_by(THP_MEM_ALLOC_ENABLE="0") == 0
+    assert asks() == "True" and asks(THP_MEM_ALLOC_ENABLE="0") == "False"

@@ -211,8 +211,9 @@ def test_a_failed_command_shows_the_end_of_its_log(tmp_path: Path) -> None:
         runs.run_command(["bash", "-c", "echo the reason >&2; exit 3"], tmp_path / "log", {})
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("case", ppo_step.CASES, ids=lambda case: case.name)
-def test_the_settings_of_a_ppo_step_are_settings(case: ppo_step.Case, model: Path, out: Path) -> None:
+def test_the_settings_of_a_ppo_step_are_settings(case: ppo_step.Case, recomputes: bool, model: Path, out: Path) -> None:
     prompts = case.prompts(32)
     contest = ppo_step.Contest(
         case,
@@ -222,7 +223,8 @@ def test_the_settings_of_a_ppo_step_are_settings(case: ppo_step.Case, model: Pat
         max_prompt=runs.longest(model, prompts),
         num_steps=2,
         python=Path("python"),
-        mesh=ppo_step.MESH,
+        mesh=ppo_step.MESH | (ppo_step.RECOMPUTES if recomputes else {}),
+        recomputes=recomputes,
         lengths={},
     )
     config, mesh = load_settings(out, contest.settings(), contest.mesh)
@@ -231,7 +233,9 @@ def test_the_settings_of_a_ppo_step_are_settings(case: ppo_step.Case, model: Pat
     assert config.rollout.ignore_eos is not case.stops
     assert len(config.rollout.stop_token_ids) == case.stops
     assert config.trainer.total_training_steps == 2 and not config.trainer.val_before_train
+    assert config.algorithm.recompute_old_logprobs is recomputes
     assert [device.index for device in mesh.roles["critic"].devices] == [1]
+    assert [device.index for device in mesh.roles["reference"].devices] == ([1] if recomputes else [0, 1])
 
 
 @pytest.mark.parametrize("num_ranks", sorted(overlap.DISJOINT))

@@ -39,19 +39,21 @@ def make_turns(
 
     leaving: list[Parked] = []
     if config.rollout.offload_trainers:
-        reason = _nothing_moves(placement, others, job)
+        reason = _nothing_moves(config, placement, others, job)
         if reason is not None and job.is_main:
             logger.warning("rollout.offload_trainers=true: nothing moves, since %s. Leave it out", reason)
-        leaving = [engine.parked for engine in trainers] if replica is not None else []
+        leaving = [engine.parked for engine in trainers] if replica is not None and reason is None else []
     if engines.in_process is not None:
         for parked in leaving:  # the engine computes with some of the trainers' own tensors
             parked.stay(engines.in_process.weights().values())
     return Turns(replica, engines.sleeper, leaving, torch.cuda.empty_cache, barrier, here.stages)
 
 
-def _nothing_moves(placement: Placement, others: Sequence[Placement], job: Job) -> str | None:
+def _nothing_moves(config: PPOConfig, placement: Placement, others: Sequence[Placement], job: Job) -> str | None:
     """Why, if that is so on all ranks."""
     if job.device.type == "cpu":
         return "what a CPU computes with is in host memory anyway"
+    if config.debug.replay_rollouts is not None:
+        return "no engine needs a device where debug.replay_rollouts gives the responses"
     shared = any(sharing(placement, others, rank) for rank in placement.ranks)
     return None if shared else "the rollout shares no device with a role that has a model"

@@ -17,10 +17,10 @@ from verl.roles.build_rollout import Engines
 from verl.roles.role import Here
 
 
-def make(device: str, rollout: tuple[int, ...], offload: bool) -> Turns:
+def make(device: str, rollout: tuple[int, ...], offload: bool, replays: bool = False) -> Turns:
     """On rank 0 of a job whose actor is on ranks 0 and 1; its trainer keeps 5 bytes."""
     config = PPOConfig()
-    config.rollout.offload_trainers = offload
+    config.rollout.offload_trainers, config.debug.replay_rollouts = offload, "recorded" if replays else None
     job: Any = SimpleNamespace(device=torch.device(device), rank=0, is_main=True)
     trainer: Any = SimpleNamespace(parked=SimpleNamespace(host_bytes=5))
     place = Placement("rollout", rollout, leaders_only=True)
@@ -37,16 +37,17 @@ def test_trainers_leave_a_gpu_that_is_shared_where_they_are_told_to(caplog: pyte
 
 
 @pytest.mark.parametrize(
-    ("device", "rollout", "why"),
+    ("device", "rollout", "replays", "why"),
     [
-        ("cpu", (0, 1), "since what a CPU computes with is in host memory anyway"),
-        ("cuda", (2, 3), "since the rollout shares no device with a role that has a model"),
+        ("cpu", (0, 1), False, "since what a CPU computes with is in host memory anyway"),
+        ("cuda", (0, 1), True, "since no engine needs a device where debug.replay_rollouts gives the responses"),
+        ("cuda", (2, 3), False, "since the rollout shares no device with a role that has a model"),
     ],
 )
 def test_where_nothing_moves_a_warning_says_why(
-    device: str, rollout: tuple[int, ...], why: str, caplog: pytest.LogCaptureFixture
+    device: str, rollout: tuple[int, ...], replays: bool, why: str, caplog: pytest.LogCaptureFixture
 ):
-    assert make(device, rollout, offload=True).host_bytes == 0
+    assert make(device, rollout, offload=True, replays=replays).host_bytes == 0
     (record,) = caplog.records
     assert record.getMessage().startswith("rollout.offload_trainers=true: nothing moves") and why in record.getMessage()
     make(device, rollout, offload=False)

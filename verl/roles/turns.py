@@ -42,7 +42,8 @@ def make_turns(
         reason = _nothing_moves(config, placement, others, job)
         if reason is not None and job.is_main:
             logger.warning("rollout.offload_trainers=true: nothing moves, since %s. Leave it out", reason)
-        leaving = [engine.parked for engine in trainers] if replica is not None and reason is None else []
+        moves = replica is not None and config.debug.replay_rollouts is None
+        leaving = [engine.parked for engine in trainers] if moves else []
     if engines.in_process is not None:
         for parked in leaving:  # the engine computes with some of the trainers' own tensors
             parked.stay(engines.in_process.weights().values())
